@@ -92,13 +92,15 @@ class Part:
 
     name: its name in the checkpoint; shape: its whole shape there; axis: the axis that is sharded, or None when every
     rank holds all of it; shards: into how many slices it is cut (fewer than the group's size: neighbours hold the same
-    slice). The last slice of an axis that `shards` does not divide is filled up with zeros.
+    slice). The last slice of an axis that `shards` does not divide is filled up with zeros. owner: the only rank that
+    holds the part (on every other rank the leaf is `()`), as for the bias of a row-parallel layer; None: as axis says.
     """
 
     name: str
     shape: tuple[int, ...]
     axis: int | None = None
     shards: int = 1
+    owner: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,8 +296,8 @@ class Context:
 class Model:
     """An architecture as functions. `params` and `cache` are always arguments; the cache is donated.
 
-    hidden(params, cache, inputs) -> (x_td, cache, captured)
-    head(params, x_ld, inputs, captured) -> logits_lv of this rank, fp32, padding columns -inf
+    hidden(params, cache, inputs) -> (Stream, cache, captured)
+    head(params, stream, inputs) -> (logits_lv of this rank, captured): fp32, padding columns -inf
     step(params, cache, inputs) -> (StepOutputs, cache)
     logits(params, token_ids_t, *, extras={}) -> logits_tv, whole vocabulary, differentiable
     init_cache(num_blocks, block_size, num_rows, device, dtype) -> KVCache

@@ -1,0 +1,134 @@
+"""A decoder layer as two halves, Stream -> Stream, made of the functions in `context.layer`.
+
+Between halves flows `Stream(x, update)`, which means x + all_reduce(update): the reduction, the addition and the next
+norm wait for each other in `settle`, so that one kernel may do all three.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from funcllm import fusion
+from funcllm.attention import attend, project_qkv
+from funcllm.group import all_reduce
+from funcllm.sites import active, describe, site
+from funcllm.types import AttentionParams, Component, Context, LayerCache, LayerParams, PyTree, Stream
+
+
+def pre_norm_block(
+    stream: Stream, params: LayerParams, cache: PyTree, context: Context, /
+) -> tuple[Stream, PyTree]:
+    """x += attention(norm(x)); x += mlp(norm(x))."""
+    stream, cache = attention_half(stream, params, cache, context)
+    return mlp_half(stream, params, context), cache
+
+
+def attention_half(
+    stream: Stream, params: LayerParams, cache: PyTree, context: Context, /
+) -> tuple[Stream, PyTree]:
+    """Norm, projections, per-head norm, rotary embedding, attention over the cache, output projection."""
+    x_td, normed_td = settle(stream, params.input_layernorm, "residual_pre", context)
+    heads_tnh, cache = heads_of(normed_td, params.self_attn, cache, context)
+    heads_tnh = site("attention.heads", heads_tnh, context)
+    o_proj = params.self_attn.o_proj
+    update_td = context.layer.linear(heads_tnh.flatten(1), o_proj.weight, o_proj.bias, context)
+    return join(x_td, update_td, "attention", False, context), cache
+
+
+def mlp_half(stream: Stream, params: LayerParams, context: Context, /) -> Stream:
+    """Norm and feed-forward network."""
+    x_td, normed_td = settle(stream, params.post_attention_layernorm, "residual_mid", context)
+    update_td = mlp_of(normed_td, params.mlp, context)
+    stream = join(x_td, update_td, "mlp", is_whole(context.layer.mlp), context)
+    if not active("residual_post", context):
+        return stream
+    return Stream(site("residual_post", total(stream, context), context))
+
+
+def settle(stream: Stream, params: PyTree, site_name: str, context: Context, /) -> tuple[Tensor, Tensor]:
+    """(x, norm(x)) of the whole residual stream: reduces and adds the update, passes the site, norms.
+
+    x + update is rounded once to x's dtype, and the norm reads the rounded sum. Every rank must call it.
+    """
+    if stream.update_td != () and not active(site_name, context) and fusion.fits(fusion.ADD_NORM, context):
+        update_td = all_reduce(stream.update_td, context.group)  # type: ignore[arg-type]
+        return context.kernels.add_rms_norm(stream.x_td, update_td, params.weight, context.config.rms_norm_eps)
+    x_td = site(site_name, total(stream, context), context)
+    if fusion.fits(fusion.ADD_NORM, context):
+        return x_td, context.kernels.rms_norm(x_td, params.weight, context.config.rms_norm_eps)
+    return x_td, context.layer.norm(x_td, params, context)
+
+
+def total(stream: Stream, context: Context) -> Tensor:
+    """x + all_reduce(update)."""
+    if isinstance(stream.update_td, tuple):
+        return stream.x_td
+    return stream.x_td + all_reduce(stream.update_td, context.group)
+
+
+def heads_of(x_td: Tensor, params: AttentionParams, cache: PyTree, context: Context, /) -> tuple[Tensor, PyTree]:
+    """From the normed stream to the heads' outputs [t, n, h], by the fused write where it fits."""
+    q_tnh, k_tkh, v_tkh = project_qkv(x_td, params, context)
+    if fusion.fits(fusion.QK_NORM_ROPE_WRITE, context) and isinstance(cache, LayerCache):
+        q_weight_h, k_weight_h = (p if isinstance(p, tuple) and not p else p.weight for p in (params.q_norm, params.k_norm))
+        q_tnh, *caches = context.kernels.qk_norm_rope_write(
+            q_tnh,
+            k_tkh,
+            v_tkh,
+            q_weight_h,
+            k_weight_h,
+            context.config.rms_norm_eps,
+            *context.angles,
+            cache.k_pskh,
+            cache.v_pskh,
+            context.inputs.slots_t,
+        )
+        cache = LayerCache(*caches)
+        return attend(q_tnh, cache, context), cache
+    layer = context.layer
+    q_tnh, k_tkh = layer.qk_norm(q_tnh, k_tkh, own(params.qk_norm, params), context)
+    q_tnh, k_tkh = layer.rope(q_tnh, k_tkh, own(params.rope, params), context)
+    q_tnh = site("attention.q", q_tnh, context)
+    k_tkh = site("attention.k", k_tkh, context)
+    v_tkh = site("attention.v", v_tkh, context)
+    heads_tnh, cache = layer.attention(q_tnh, k_tkh, v_tkh, cache, own(params.attention, params), context)
+    return same(heads_tnh, q_tnh, "attention"), cache
+
+
+def mlp_of(x_td: Tensor, params: PyTree, context: Context, /) -> Tensor:
+    """The update of the feed-forward network, by the fused activation where it fits."""
+    if fusion.fits(fusion.SILU_MUL, context):
+        linear = context.layer.linear
+        gate_up = linear(x_td, params.gate_up_proj.weight, params.gate_up_proj.bias, context)
+        hidden_tf = site("mlp.hidden", context.kernels.silu_mul(gate_up), context)
+        return linear(hidden_tf, params.down_proj.weight, params.down_proj.bias, context)
+    return same(context.layer.mlp(x_td, params, context), x_td, "mlp")
+
+
+def join(x_td: Tensor, update_td: Tensor, place: str, whole: bool, context: Context) -> Stream:
+    """The stream after an update; settled at once where the update is whole or its `.out` site is touched."""
+    name = f"{place}.out"
+    if not whole and not active(name, context):
+        return Stream(x_td, update_td)
+    if not whole:
+        update_td = all_reduce(update_td, context.group)
+    return Stream(x_td + site(name, update_td, context))
+
+
+def is_whole(fn: Any) -> bool:
+    """Whether a function returns the full value on every rank."""
+    return isinstance(fn, Component) and fn.whole
+
+
+def own(node: PyTree, default: PyTree) -> PyTree:
+    """A function's own parameters if its specs made some, else the node of its place."""
+    return default if isinstance(node, tuple) and not node else node
+
+
+def same(result: Any, like: Tensor, place: str) -> Tensor:
+    """`result`, or ValueError where a replaced function returned another shape or dtype than its contract says."""
+    if not isinstance(result, Tensor) or result.shape != like.shape or result.dtype != like.dtype:
+        raise ValueError(f"{place} must return {describe(like)}; the function in use returned {describe(result)}")
+    return result

@@ -1,0 +1,58 @@
+"""Sites: named places in a model where an experiment reads or changes what passes.
+
+`x = site("residual_mid", x, context)` applies this layer's edits of that name, then records `x[capture_tokens_k]` if the
+name is captured; with neither, it is x. Full names carry the layer: layers.3.residual_mid; inside a layer the name is
+local. At tensor-parallel sizes above 1, the sites of heads and of mlp.hidden see this rank's share.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from funcllm.types import Context
+
+LAYER_SITES = (
+    "residual_pre",
+    "attention.q",
+    "attention.k",
+    "attention.v",
+    "attention.heads",
+    "attention.out",
+    "residual_mid",
+    "mlp.hidden",
+    "mlp.out",
+    "residual_post",
+)
+MODEL_SITES = ("embed", "final", "logits")
+
+
+def active(name: str, context: Context) -> bool:
+    """Whether anything edits or captures the site in this layer."""
+    return name in context.layer.captures or any(site_name == name for site_name, _ in context.layer.edits)
+
+
+def site(name: str, x: Tensor, context: Context, /) -> Tensor:
+    """x as it passes the site: edited, then recorded. The rows of `final` and `logits` are recorded whole.
+
+    Raises ValueError where an edit changes the shape or the dtype.
+    """
+    for site_name, edit in context.layer.edits:
+        if site_name != name:
+            continue
+        edited = edit(x, context)
+        if edited.shape != x.shape or edited.dtype != x.dtype:
+            raise ValueError(
+                f"the edit of site {name!r} returned {describe(edited)}; it must return what it got, {describe(x)}"
+            )
+        x = edited
+    if name in context.layer.captures:
+        by_row = name in ("final", "logits") or not isinstance(context.inputs.capture_tokens_k, Tensor)
+        context.captured[name] = x if by_row else x.index_select(0, context.inputs.capture_tokens_k)
+    return x
+
+
+def describe(x: object) -> str:
+    """A tensor's dtype and shape for an error message."""
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"

@@ -1,0 +1,216 @@
+"""The device-resident state of all sequences: pure functions around `SequenceState`, which is donated.
+
+A step is `inputs = inputs_of(state, ...)`, `outputs, cache = model.step(params, cache, inputs)`,
+`state, outputs = advance(state, inputs, outputs)`: sampled tokens go into the state on the device, so the next step can
+be launched before the host has read them. Row 0 is the trash row: dead rows and padding act as it, and it never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcllm.types import (
+    MAX_STOP_IDS,
+    ChunkRows,
+    DecodeRows,
+    Extra,
+    Filters,
+    SamplingInputs,
+    SamplingState,
+    SequenceState,
+    StepInputs,
+    StepOutputs,
+)
+
+
+class Admissions(NamedTuple):
+    """Sequences that take a row in this step, with their tokens one after the other."""
+
+    rows_a: Tensor
+    length_a: Tensor
+    computed_a: Tensor
+    prompt_length_a: Tensor
+    limit_a: Tensor
+    sampling: SamplingState  # [a] and [a, MAX_STOP_IDS]
+    token_ids_x: Tensor  # int32, of all admissions
+    extras: dict[str, Tensor]  # [a, ...]
+
+
+def init_state(
+    num_rows: int,
+    capacity: int,
+    table_width: int,
+    extras: Sequence[Extra] = (),
+    device: torch.device | str = "cpu",
+) -> SequenceState:
+    """The empty state of `num_rows` rows (row 0 is trash) of up to `capacity` tokens and `table_width` blocks each."""
+
+    def full(value: float, dtype: torch.dtype, *tail: int) -> Tensor:
+        return torch.full((num_rows, *tail), value, dtype=dtype, device=device)
+
+    def extra_rows(extra: Extra) -> Tensor:
+        value = torch.as_tensor(extra.default, dtype=extra.dtype, device=device)
+        return value.expand(num_rows, *extra.shape).clone()
+
+    i32, f32 = torch.int32, torch.float32
+    return SequenceState(
+        token_ids_re=full(0, i32, capacity),
+        length_r=full(0, i32),
+        computed_r=full(0, i32),
+        prompt_length_r=full(0, i32),
+        limit_r=full(0, i32),
+        alive_r=full(0, torch.bool),
+        block_table_rm=full(0, i32, table_width),
+        sampling=SamplingState(
+            temperature_r=full(0, f32),
+            top_k_r=full(0, i32),
+            top_p_r=full(1, f32),
+            min_p_r=full(0, f32),
+            seed_r=full(0, torch.int64),
+            min_length_r=full(0, i32),
+            stop_ids_rs=full(-1, i32, MAX_STOP_IDS),
+        ),
+        extras={extra.name: extra_rows(extra) for extra in extras},
+    )
+
+
+def apply_edits(
+    state: SequenceState, admissions: Admissions | tuple[()] = (), appends_x3: Tensor | tuple[()] = ()
+) -> SequenceState:
+    """The state with new rows and with blocks appended (state row, index in its table, block), in place."""
+    if isinstance(admissions, Admissions):
+        _admit(state, admissions)
+    if isinstance(appends_x3, Tensor):
+        row_x, index_x, block_x = appends_x3.long().unbind(1)
+        state.block_table_rm[row_x, index_x] = block_x.to(torch.int32)
+    return state
+
+
+def inputs_of(
+    state: SequenceState,
+    decode_rows_b: Tensor,
+    chunk_rows_c: Tensor | tuple[()] = (),
+    chunk_lens_c: Tensor | tuple[()] = (),
+    *,
+    num_tokens: int,
+    block_size: int,
+    span: int = 0,
+    filtered: bool = False,
+    capturing: bool = False,
+) -> StepInputs:
+    """The inputs of a step over these state rows, made on the device.
+
+    Decode rows get one query each, chunk rows chunk_lens_c; both are padded with row 0. num_tokens: packed tokens with
+    padding, at least the decode rows and all chunks; span: at least the longest chunk. filtered: whether any row narrows
+    its choice of tokens; capturing: whether sites record (the tokens whose logits are taken).
+    """
+    rows_b = _live(state, decode_rows_b)
+    num_decode = rows_b.shape[0]
+    index_b = torch.arange(num_decode, device=rows_b.device)
+    rows_t, lens_b, last_b = rows_b, (rows_b > 0).to(torch.int32), index_b
+    offset_t = torch.zeros_like(rows_t)
+    chunks: ChunkRows | tuple[()] = ()
+    if isinstance(chunk_rows_c, Tensor) and isinstance(chunk_lens_c, Tensor):
+        rows_c = _live(state, chunk_rows_c)
+        lens_c = torch.where(rows_c > 0, chunk_lens_c, 0)
+        ends_c = lens_c.cumsum(0, dtype=torch.int32)
+        starts_c1 = torch.nn.functional.pad(ends_c, (1, 0))
+        index_x = torch.arange(num_tokens - num_decode, device=rows_b.device, dtype=torch.int32)
+        chunk_x = torch.searchsorted(ends_c, index_x, right=True)
+        inside_x = chunk_x < rows_c.shape[0]
+        chunk_x = chunk_x.clamp(max=rows_c.shape[0] - 1)
+        rows_t = torch.cat([rows_t, torch.where(inside_x, rows_c[chunk_x], 0)])
+        offset_t = torch.cat([offset_t, torch.where(inside_x, index_x - starts_c1[chunk_x], 0)])
+        rows_b, lens_b = torch.cat([rows_b, rows_c]), torch.cat([lens_b, lens_c])
+        last_b = torch.cat([last_b, (num_decode + ends_c - 1).clamp(max=num_tokens - 1).long()])
+        chunks = ChunkRows(
+            block_table_cm=state.block_table_rm[rows_c],
+            kv_lens_c=torch.where(lens_c > 0, state.computed_r[rows_c] + lens_c, 0),
+            query_starts_c1=starts_c1,
+            span_q=torch.empty(1, dtype=torch.uint8, device=rows_b.device).expand(span),
+        )
+    positions_t = state.computed_r[rows_t] + offset_t
+    block_t = state.block_table_rm[rows_t, (positions_t // block_size).long()]
+    decode_rows = rows_b[:num_decode]
+    return StepInputs(
+        token_ids_t=state.token_ids_re[rows_t, positions_t.long()],
+        positions_t=positions_t,
+        slots_t=block_t.long() * block_size + positions_t % block_size,
+        rows_t=rows_t,
+        rows_b=rows_b,
+        prompt_lens_b=state.prompt_length_r[rows_b],
+        query_lens_b=lens_b,
+        logit_tokens_l=last_b,
+        samples_l=(rows_b > 0) & (lens_b > 0) & (state.computed_r[rows_b] + lens_b == state.length_r[rows_b]),
+        decode=DecodeRows(state.block_table_rm[decode_rows], state.computed_r[decode_rows] + 1),
+        chunks=chunks,
+        sampling=_sampling_inputs(state, rows_b, filtered),
+        capture_tokens_k=last_b if capturing else (),
+        extras=state.extras,
+    )
+
+
+def advance(state: SequenceState, inputs: StepInputs, outputs: StepOutputs) -> tuple[SequenceState, StepOutputs]:
+    """The state after the step, in place, and the outputs with what became of each row.
+
+    A row that sampled takes its token. It dies when that is one of its stop ids at a length of at least its min_length,
+    when its length reaches its limit, or when its logits held NaN (token -1).
+    """
+    rows_b = inputs.rows_b.long()
+    counts_b = inputs.samples_l
+    length_b, sampling = state.length_r[rows_b], state.sampling
+    token_b = outputs.token_ids_l
+    where_b = torch.where(counts_b, length_b, 0).long()
+    state.token_ids_re[torch.where(counts_b, rows_b, 0), where_b] = torch.where(counts_b, token_b.clamp(min=0), 0)
+    is_stop_b = (token_b[:, None] == sampling.stop_ids_rs[rows_b]).any(1) & (length_b >= sampling.min_length_r[rows_b])
+    new_length_b = length_b + counts_b.to(torch.int32)
+    ends_b = counts_b & (is_stop_b | (token_b < 0) | (new_length_b >= state.limit_r[rows_b]))
+    alive_b = (rows_b > 0) & ~ends_b
+    state.computed_r[rows_b] = state.computed_r[rows_b] + inputs.query_lens_b
+    state.length_r[rows_b] = new_length_b
+    state.alive_r[rows_b] = alive_b
+    for name, changed in outputs.extras.items():
+        state.extras[name][rows_b] = changed
+    return state, outputs._replace(count_l=counts_b.to(torch.int32), alive_l=alive_b)
+
+
+def _live(state: SequenceState, rows: Tensor) -> Tensor:
+    return torch.where(state.alive_r[rows.long()], rows, 0).to(torch.int32)
+
+
+def _sampling_inputs(state: SequenceState, rows_b: Tensor, filtered: bool) -> SamplingInputs:
+    sampling, length_b = state.sampling, state.length_r[rows_b]
+    filters: Filters | tuple[()] = ()
+    if filtered:
+        early_b = length_b < sampling.min_length_r[rows_b]
+        filters = Filters(
+            top_k_l=sampling.top_k_r[rows_b],
+            top_p_l=sampling.top_p_r[rows_b],
+            min_p_l=sampling.min_p_r[rows_b],
+            forbidden_ls=torch.where(early_b[:, None], sampling.stop_ids_rs[rows_b], -1),
+        )
+    return SamplingInputs(sampling.temperature_r[rows_b], sampling.seed_r[rows_b], length_b, filters)
+
+
+def _admit(state: SequenceState, admissions: Admissions) -> None:
+    rows_a = admissions.rows_a.long()
+    state.length_r[rows_a] = admissions.length_a
+    state.computed_r[rows_a] = admissions.computed_a
+    state.prompt_length_r[rows_a] = admissions.prompt_length_a
+    state.limit_r[rows_a] = admissions.limit_a
+    state.alive_r[rows_a] = rows_a > 0
+    state.block_table_rm[rows_a] = 0
+    for target_r, value_a in zip(state.sampling, admissions.sampling):
+        if isinstance(target_r, Tensor):
+            target_r[rows_a] = value_a
+    for name, value_a in admissions.extras.items():
+        state.extras[name][rows_a] = value_a
+    ends_a = admissions.length_a.cumsum(0)
+    index_x = torch.arange(admissions.token_ids_x.shape[0], device=ends_a.device)
+    owner_x = torch.searchsorted(ends_a, index_x, right=True)
+    offset_x = index_x - (ends_a - admissions.length_a)[owner_x]
+    state.token_ids_re[rows_a[owner_x], offset_x] = admissions.token_ids_x
