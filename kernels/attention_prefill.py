@@ -1,0 +1,434 @@
+"""Prefill attention over the paged cache: a Triton kernel, and flash-attn-4 where it is present.
+
+A tile holds the query heads of one KV head for a few tokens, so that short chunks fill tensor-core tiles and keys are
+read once a group. The grid comes from tensor sizes alone; each program finds its chunk on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from funcllm.kernels.attention_decode import LOG2_E, SHARED_SM90, capped, device_size
+
+FLASH_HEAD_DIMS = (64, 96, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig:
+    """How a prefill launch is cut up. rows: (token, query head) pairs a program; tile: keys a loop step."""
+
+    rows: int = 128
+    tile: int = 64
+    num_warps: int = 8
+    num_stages: int = 5
+
+
+def choose_prefill_config(head_dim: int, element_size: int, shared: int = SHARED_SM90) -> PrefillConfig:
+    """The configuration of a prefill launch for a head dim, element size and shared memory of one program."""
+    row_bytes = max(16, triton.next_power_of_2(head_dim)) * element_size
+    rows = 128 if row_bytes <= 512 else 64
+    tile = 64 if row_bytes <= 256 else 32
+    in_flight = (shared - rows * row_bytes - 16384) // (2 * tile * row_bytes)
+    return PrefillConfig(rows=rows, tile=tile, num_stages=2 * max(1, min(2, in_flight)) + 1)
+
+
+def prefill_attention(
+    q_tnh: Tensor,
+    k_cache_pskh: Tensor,
+    v_cache_pskh: Tensor,
+    block_table_cm: Tensor,
+    kv_lens_c: Tensor,
+    query_starts_c1: Tensor,
+    out_tnh: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_n: Tensor | None = None,
+    config: PrefillConfig | None = None,
+) -> Tensor:
+    """Attention of packed chunks over the paged cache, written to out_tnh and returned.
+
+    The contract is reference.attend's for chunk rows; q_tnh holds the chunks' tokens only. Caches are contiguous,
+    block_size a power of two >= 16; queries are contiguous within a token.
+    """
+    num_tokens, num_heads, head_dim = q_tnh.shape
+    num_chunks = block_table_cm.shape[0]
+    _, block_size, num_kv_heads, _ = k_cache_pskh.shape
+    if num_tokens == 0:
+        return out_tnh
+    if config is None:
+        config = choose_prefill_config(head_dim, q_tnh.element_size(), device_size(q_tnh.device)[1])
+    constants = prefill_constants(num_heads, num_kv_heads, head_dim, block_size, window, softcap, sinks_n, config)
+    _prefill_kernel[(num_kv_heads, num_tokens // constants["TOKENS"] + num_chunks + 1)](
+        q_tnh,
+        k_cache_pskh,
+        v_cache_pskh,
+        block_table_cm,
+        kv_lens_c,
+        query_starts_c1,
+        sinks_n if sinks_n is not None else q_tnh,
+        out_tnh,
+        num_tokens,
+        num_chunks,
+        q_tnh.stride(0),
+        out_tnh.stride(0),
+        block_table_cm.stride(0),
+        scale if softcap > 0 else scale * LOG2_E,
+        softcap,
+        **constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out_tnh
+
+
+def prefill_constants(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    window: int,
+    softcap: float,
+    sinks_n: Tensor | None,
+    config: PrefillConfig,
+) -> dict[str, Any]:
+    """The compile-time arguments of the prefill kernel. TOKENS: tokens a program."""
+    group = num_heads // num_kv_heads
+    rows = max(config.rows, triton.next_power_of_2(group))
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "ROWS": rows,
+        "TOKENS": rows // group,
+        "HEAD_DIM": head_dim,
+        "PADDED_DIM": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_SIZE": block_size,
+        "TILE": config.tile,
+        "WINDOW": window,
+        "HAS_SOFTCAP": softcap > 0,
+        "HAS_SINKS": sinks_n is not None,
+    }
+
+
+# --- flash-attn-4 ----------------------------------------------------------------------------------------------------
+
+
+def flash_prefill(
+    q_tnh: Tensor,
+    k_cache_pskh: Tensor,
+    v_cache_pskh: Tensor,
+    block_table_cm: Tensor,
+    kv_lens_c: Tensor,
+    query_starts_c1: Tensor,
+    longest: int,
+    out_tnh: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_n: Tensor | None = None,
+) -> Tensor:
+    """As prefill_attention, by flash-attn-4. longest: an upper bound of the longest chunk.
+
+    One more duty of the caller: a sequence's unused slots in its last block must be finite (flash-attn multiplies them
+    by 0), which a cache filled with zeros at the start keeps.
+    """
+    options: dict[str, Any] = {
+        "cu_seqlens_q": query_starts_c1,
+        "seqused_k": kv_lens_c,
+        "max_seqlen_q": max(1, min(longest, q_tnh.shape[0])),
+        "page_table": block_table_cm,
+        "softmax_scale": scale,
+        "causal": True,
+        "softcap": softcap,
+        "learnable_sink": sinks_n,
+    }
+    forward, writes_out = _flash_forward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if writes_out:
+            left = {"window_size_left": window - 1, "window_size_right": 0} if window > 0 else {}
+            forward(q_tnh, k_cache_pskh, v_cache_pskh, out=out_tnh, **options, **left)
+        else:
+            both = {"window_size": (window - 1, 0)} if window > 0 else {}
+            result = forward(q_tnh, k_cache_pskh, v_cache_pskh, **options, **both)
+            out_tnh.copy_(result[0] if isinstance(result, tuple) else result)
+    return zero_padding(out_tnh, query_starts_c1)
+
+
+def zero_padding(out_tnh: Tensor, query_starts_c1: Tensor) -> Tensor:
+    """Sets the tokens behind the last chunk to 0, in place."""
+    width = out_tnh.shape[1] * out_tnh.shape[2]
+    _zero_kernel[(out_tnh.shape[0],)](
+        out_tnh,
+        query_starts_c1,
+        query_starts_c1.shape[0] - 1,
+        out_tnh.stride(0),
+        WIDTH=width,
+        PADDED_WIDTH=triton.next_power_of_2(width),
+    )
+    return out_tnh
+
+
+@functools.cache
+def _flash_forward() -> tuple[Any, bool]:
+    """flash-attn-4's forward function, and whether it writes into a given output."""
+    from flash_attn.cute import interface
+
+    forward = getattr(interface, "_flash_attn_fwd", None)
+    needed = {"cu_seqlens_q", "seqused_k", "page_table", "window_size_left", "learnable_sink", "softcap", "out"}
+    if forward is not None and needed <= set(inspect.signature(forward).parameters):
+        return forward, True
+    return interface.flash_attn_varlen_func, False
+
+
+def flash_refusal(device: torch.device, head_dim: int, dtype: torch.dtype) -> str:
+    """Why flash-attn-4 cannot do prefill here; empty if it can."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] not in (9, 10):
+        return f"flash-attn-4 is used on sm_90 and sm_100 only, and this GPU is sm_{capability[0]}{capability[1]}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"flash-attn-4 needs bfloat16 or float16, and the model runs in {dtype}"
+    if head_dim not in FLASH_HEAD_DIMS:
+        return f"flash-attn-4 is used for head dims {', '.join(map(str, FLASH_HEAD_DIMS))}, and this one is {head_dim}"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _flash_forward()
+    except Exception as error:  # an install that is not whole fails in many ways
+        return f"flash-attn-4 cannot be imported ({type(error).__name__}: {error})"
+    return ""
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _find_chunk(starts_ptr, num_chunks, place, TOKENS: tl.constexpr):
+    """The chunk of a place in the grid. Chunk i owns the places from starts[i] // TOKENS + i on; chunk num_chunks is
+    the padding behind the last."""
+    low = 0
+    high = num_chunks + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        first = tl.load(starts_ptr + middle) // TOKENS + middle
+        if first <= place:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _prefill_tile(
+    q,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    kv_head,
+    start,
+    position,
+    kv_len,
+    scale,
+    softcap,
+    top,
+    total,
+    acc,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One step of the softmax over TILE keys. Unmasked: every row sees every key of the tile."""
+    SLOT: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    keys_in_tile = tl.arange(0, TILE)
+    dims = tl.arange(0, PADDED_DIM)
+    inside = kv_head * HEAD_DIM + dims[None, :]
+    key = start + keys_in_tile
+    known = key < kv_len
+    if BLOCK_SIZE >= TILE:
+        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        offsets = keys_in_tile[:, None] * SLOT + inside
+        first = (block * BLOCK_SIZE + start % BLOCK_SIZE) * SLOT
+        k_at = k_ptr + first + offsets
+        v_at = v_ptr + first + offsets
+    else:
+        if MASKED:
+            blocks = tl.load(table_ptr + key // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+        else:
+            blocks = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
+        offsets = ((blocks * BLOCK_SIZE + key % BLOCK_SIZE) * SLOT)[:, None] + inside
+        k_at = k_ptr + offsets
+        v_at = v_ptr + offsets
+    live = (dims < HEAD_DIM)[None, :]
+    if MASKED:
+        live = live & known[:, None]
+    if MASKED or HEAD_DIM != PADDED_DIM:
+        k = tl.load(k_at, mask=live, other=0.0)
+        v = tl.load(v_at, mask=live, other=0.0)
+    else:
+        k = tl.load(k_at)
+        v = tl.load(v_at)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        scores = capped(scores, softcap) * 1.4426950408889634
+    if MASKED:
+        seen = known[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return new_top, total, acc
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    lens_ptr,
+    starts_ptr,
+    sinks_ptr,
+    out_ptr,
+    num_tokens,
+    num_chunks,
+    q_stride,
+    out_stride,
+    table_stride,
+    scale,
+    softcap,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    # The last tokens of a chunk see most keys: their programs start first.
+    place = tl.num_programs(1) - 1 - tl.program_id(1)
+    kv_head = tl.program_id(0)
+    chunk = _find_chunk(starts_ptr, num_chunks, place, TOKENS)
+    chunk_start = tl.load(starts_ptr + chunk)
+    chunk_end = num_tokens
+    kv_len = 0
+    if chunk < num_chunks:
+        chunk_end = tl.load(starts_ptr + chunk + 1)
+        kv_len = tl.load(lens_ptr + chunk)
+    first_token = chunk_start + (place - (chunk_start // TOKENS + chunk)) * TOKENS
+    if first_token >= chunk_end:
+        return
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, PADDED_DIM)
+    token = first_token + rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    own_row = (rows < TOKENS * GROUP) & (token < chunk_end)
+    own = own_row[:, None] & (dims < HEAD_DIM)[None, :]
+    at = (head * HEAD_DIM)[:, None] + dims[None, :]
+    q = tl.load(q_ptr + token.to(tl.int64)[:, None] * q_stride + at, mask=own, other=0.0)
+
+    position = token - chunk_end + kv_len
+    first_position = first_token - chunk_end + kv_len
+    last_position = tl.minimum(first_token + TOKENS, chunk_end) - 1 - chunk_end + kv_len
+    end = tl.minimum(last_position + 1, kv_len)
+    table_ptr += chunk.to(tl.int64) * table_stride
+    top = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // TILE * TILE
+    else:
+        whole_end = tl.maximum(tl.minimum(first_position + 1, kv_len), 0) // TILE * TILE
+        for start in tl.range(0, whole_end, TILE):
+            top, total, acc = _prefill_tile(
+                q,
+                k_ptr,
+                v_ptr,
+                table_ptr,
+                kv_head,
+                start,
+                position,
+                kv_len,
+                scale,
+                softcap,
+                top,
+                total,
+                acc,
+                NUM_KV_HEADS,
+                HEAD_DIM,
+                PADDED_DIM,
+                BLOCK_SIZE,
+                TILE,
+                WINDOW,
+                HAS_SOFTCAP,
+                False,
+            )
+        begin = whole_end
+    for start in tl.range(begin, end, TILE):
+        top, total, acc = _prefill_tile(
+            q,
+            k_ptr,
+            v_ptr,
+            table_ptr,
+            kv_head,
+            start,
+            position,
+            kv_len,
+            scale,
+            softcap,
+            top,
+            total,
+            acc,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            BLOCK_SIZE,
+            TILE,
+            WINDOW,
+            HAS_SOFTCAP,
+            True,
+        )
+
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        new_top = tl.maximum(top, sink)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.exp2(sink - new_top)
+        acc = acc * shrink[:, None]
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out_ptr + token.to(tl.int64)[:, None] * out_stride + at, out.to(out_ptr.dtype.element_ty), mask=own)
+
+
+@triton.jit
+def _zero_kernel(out_ptr, starts_ptr, num_chunks, out_stride, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr):
+    token = tl.program_id(0)
+    if token < tl.load(starts_ptr + num_chunks):
+        return
+    at = tl.arange(0, PADDED_WIDTH)
+    zeros = tl.zeros([PADDED_WIDTH], tl.float32).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token.to(tl.int64) * out_stride + at, zeros, mask=at < WIDTH)
