@@ -97,6 +97,8 @@ class ModelConfig:
         folder = Path(folder)
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder; give a folder that holds config.json and *.safetensors")
+        if not (folder / "config.json").exists():
+            raise ValueError(_why_no_config(folder))
         raw = read_json(folder / "config.json")
         generation_file = folder / "generation_config.json"
         generation = read_json(generation_file) if generation_file.exists() else None
@@ -242,6 +244,14 @@ def qwen3_config(size: str, *, num_layers: int | None = None) -> ModelConfig:
 
 
 # --- reading and writing config.json ---------------------------------------------------------------------------------
+
+
+def _why_no_config(folder: Path) -> str:
+    if (folder / "adapter_config.json").exists():
+        return f"{folder} holds an adapter, not a model; merge it into its base first (peft: merge_and_unload)"
+    if any(folder.glob("*.gguf")):
+        return f"{folder} holds GGUF files only; use the model's safetensors checkpoint, GGUF is not read"
+    return f"{folder} holds no config.json; give a Hugging Face model folder, downloaded to the end"
 
 
 def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:

@@ -1,0 +1,534 @@
+"""From a Hugging Face folder, a mapping or a stream of tensors to this rank's parameters.
+
+Owns everything that can be wrong with a checkpoint. Receives a Spec tree and reads the slices that it asks for, no
+others; every expected tensor is found with its exact shape before the first byte is read, or a ValueError says which
+are not and what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import struct
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from funcllm.config import ModelConfig, parse_dtype, read_json
+from funcllm.group import SINGLE, Group
+from funcllm.qwen3 import param_specs
+from funcllm.specs import assemble, fill, init_part, nbytes, spec_leaves
+from funcllm.types import Part, PyTree, Read, Spec
+
+INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # segments that trainers put in
+_HARMLESS = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|\.masked_bias|\.attn\.bias)$")
+_ADAPTER = re.compile(r"\.(lora_[ABE]\w*|lora_embedding_[AB]|lora_magnitude_vector|base_layer)(\.|$)")
+_QUANTISED = re.compile(r"\.(qweight|qzeros|g_idx|scales|weight_scale(_inv)?|input_scale|weight_packed|SCB|absmax)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One stored tensor: its file, its name there, its dtype as safetensors writes it, its shape."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def load_params(
+    folder: str | Path,
+    specs: PyTree,
+    group: Group = SINGLE,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str | None = None,
+    config: ModelConfig | None = None,
+    sources: Mapping[str, Any] | None = None,
+    strict: bool = False,
+    progress: bool | None = None,
+) -> PyTree:
+    """This rank's parameters from a Hugging Face folder, cast to dtype.
+
+    dtype: None or "auto" is the config's, else that of the stored weights. config: the folder's own by default.
+    sources: place ("layers.3.mlp", or "" for all) -> a mapping, a safetensors file or a module, asked before the folder
+    by full names and by names relative to the place; what none has is filled by the Spec's init, unless it belongs to
+    the architecture. strict: unused tensors are an error, not a warning. progress: a bar on stderr from rank 0; None:
+    when stderr is a terminal.
+    """
+    entries = open_checkpoint(folder)
+    config = config or ModelConfig.from_pretrained(folder)
+    own_sources = {place: _mapping(source) for place, source in (sources or {}).items()}
+    required = {part.name for spec in spec_leaves(param_specs(config)) for part in spec.parts}
+    found = _locate(specs, entries, own_sources, required, Path(folder))
+    if group.rank == 0:
+        _check_extras(specs, entries, config, required, Path(folder), strict)
+    chosen = parse_dtype(dtype) or config.dtype or _stored_dtype(found, entries)
+    with _bar(progress, group, nbytes(specs, group, chosen)) as advance:
+        return assemble(specs, _reader(found), group, device=device, dtype=chosen, progress=advance)
+
+
+def refill(params: PyTree, specs: PyTree, source: Any, group: Group = SINGLE, *, partial: bool = False) -> set[str]:
+    """Overwrites this rank's parameters in place from new weights; the names written.
+
+    source: a Hugging Face folder, a safetensors file, a mapping name -> whole tensor, a module, or an iterator of
+    (name, whole tensor), whose tensors are used in the order they come and not kept. Names may carry trainers'
+    prefixes. Raises ValueError for a wrong shape and, unless partial, when a name of the specs never came: a folder or
+    a mapping is checked before anything is written, an iterator cannot be.
+    """
+    parts = {canonical(part.name): part for spec in spec_leaves(specs) for part in spec.parts}
+    items: Iterable[tuple[str, Tensor]]
+    if isinstance(source, str | Path | Mapping | nn.Module):
+        tensors = _mapping(source)
+        names = {canonical(name): name for name in tensors}
+        _refuse_gaps([p for c, p in parts.items() if c not in names and not partial], [], "the new weights")
+        items = ((parts[c].name, tensors[name]) for c, name in names.items() if c in parts)
+    else:
+        items = ((parts[canonical(n)].name if canonical(n) in parts else n, tensor) for n, tensor in source)
+    written = fill(params, specs, items, group)
+    _refuse_gaps([p for p in parts.values() if p.name not in written and not partial], [], "the new weights")
+    return written
+
+
+def read_from(items: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], specs: PyTree) -> Read:
+    """A Read for `assemble` over whole tensors: a mapping, or a stream of pairs in any order.
+
+    A tensor of the stream is kept until its last reading. Raises ValueError for a wrong shape and a name that is not
+    there.
+    """
+    parts = [part for spec in spec_leaves(specs) for part in spec.parts]
+    shapes = {canonical(part.name): part.shape for part in parts}
+    readings = Counter(canonical(part.name) for part in parts)
+    stream = iter(items.items() if isinstance(items, Mapping) else items)
+    kept: dict[str, Tensor] = {}
+
+    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
+        wanted = canonical(name)
+        while wanted not in kept:
+            try:
+                stored, tensor = next(stream)
+            except StopIteration:
+                raise ValueError(f"{name} is not among the tensors given; the model needs it") from None
+            key = canonical(stored)
+            if key in shapes and tuple(tensor.shape) != shapes[key]:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}; the model needs {list(shapes[key])}")
+            if readings[key] > 0:
+                kept[key] = tensor
+        readings[wanted] -= 1
+        tensor = kept[wanted] if readings[wanted] > 0 else kept.pop(wanted)
+        return tensor[slices]
+
+    return read
+
+
+def reader(folder: str | Path) -> Read:
+    """A Read over the safetensors files of a folder; slices are views of the mapped file until they are copied."""
+    found = _by_canonical_name(open_checkpoint(folder), Path(folder))
+
+    def part_entry(name: str) -> Entry:
+        if canonical(name) not in found:
+            raise ValueError(f"{folder} holds no tensor {name}; the download may be incomplete")
+        return found[canonical(name)]
+
+    open_file = _files()
+    return lambda name, slices: _stored_slice(open_file, part_entry(name), slices)
+
+
+def canonical(name: str) -> str:
+    """A tensor's name without what trainers wrap around it: module., base_model.model., _orig_mod., model. ..."""
+    segments = [segment for segment in name.split(".") if segment not in _WRAPPERS]
+    while segments and segments[0] in ("module", "base_model", "model"):
+        segments = segments[1:]
+    return ".".join(segments)
+
+
+# --- the folder ------------------------------------------------------------------------------------------------------
+
+
+def open_checkpoint(folder: str | Path) -> dict[str, Entry]:
+    """Every tensor stored in a folder, by its stored name, from the headers alone.
+
+    Raises ValueError for a folder without readable safetensors weights, naming what it holds instead and the way out.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give a folder that holds config.json and *.safetensors")
+    files, weight_map = _weight_files(folder)
+    missing = [file for file in files if not file.exists()]
+    if missing:
+        lost = [name for name, file in weight_map.items() if not (folder / file).exists()]
+        tensors = f", with them {_compressed(lost)}" if lost else ""
+        raise ValueError(
+            f"{folder}: {', '.join(file.name for file in missing)} missing{tensors}; the download is incomplete:"
+            " fetch the folder again"
+        )
+    stored = {file: read_header(file) for file in files}
+    if weight_map:
+        _check_index(folder, weight_map, stored)
+        return {name: stored[folder / file][name] for name, file in weight_map.items()}
+    return {name: entry for entries in stored.values() for name, entry in entries.items()}
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file; one that is cut short, or no safetensors file at all, is a ValueError."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        if start == b"version ":
+            raise ValueError(f"{file} is a Git LFS pointer, not the weights; run `git lfs pull` in its folder")
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if len(start) < 8 or 8 + length > size:
+            raise ValueError(f"{file} is cut short or no safetensors file ({size} bytes); fetch it again")
+        try:
+            header = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            end = 8 + length + max((int(value["data_offsets"][1]) for value in header.values()), default=0)
+            entries = {
+                name: Entry(file=file, name=name, dtype=value["dtype"], shape=tuple(value["shape"]))
+                for name, value in header.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{file} has no readable safetensors header; fetch it again") from None
+    if end > size:
+        raise ValueError(f"{file} is cut short: {size} bytes of {end}; the download is incomplete, fetch it again")
+    return entries
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """(files, weight map: tensor -> file name, empty without an index). A single file wins over an index."""
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE], {}
+    if (folder / INDEX).exists():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{folder / INDEX} has no weight_map; fetch it again")
+        return [folder / name for name in sorted(set(weight_map.values()))], weight_map
+    files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("adapter_"))
+    if not files:
+        raise ValueError(_why_no_weights(folder))
+    return _all_shards(files), {}
+
+
+def _all_shards(files: list[Path]) -> list[Path]:
+    """The files with the shards that their names (model-00001-of-00003) promise, present or not."""
+    pattern = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
+    for file in files:
+        match = pattern.fullmatch(file.name)
+        if match:
+            stem, digits, count = match[1], len(match[2]), match[3]
+            return [file.with_name(f"{stem}-{i:0{digits}}-of-{count}.safetensors") for i in range(1, int(count) + 1)]
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"{files[0].parent} holds {names} and no {INDEX} that says which to use; fetch the index too")
+    return files
+
+
+def _why_no_weights(folder: Path) -> str:
+    names = [file.name for file in folder.iterdir()]
+
+    def some(*patterns: str) -> bool:
+        return any(Path(name).match(pattern) for name in names for pattern in patterns)
+
+    if "adapter_config.json" in names:
+        return f"{folder} holds an adapter, not a model; merge it into its base first (peft: merge_and_unload)"
+    if some("*.gguf"):
+        return f"{folder} holds GGUF files only; use the model's safetensors checkpoint, GGUF is not read"
+    if some("*.bin", "*.pt", "*.pth", "*.ckpt"):
+        return (
+            f"{folder} holds pickled weights (*.bin, *.pt) only; convert them to safetensors: load the folder with"
+            " transformers and call save_pretrained"
+        )
+    return f"{folder} holds no *.safetensors; the download is incomplete or this is no model folder"
+
+
+def _check_index(folder: Path, weight_map: Mapping[str, str], stored: Mapping[Path, Mapping[str, Entry]]) -> None:
+    absent = [name for name, file in weight_map.items() if name not in stored[folder / file]]
+    if absent:
+        files = ", ".join(sorted({weight_map[name] for name in absent}))
+        raise ValueError(
+            f"{folder / INDEX} says that {files} holds {_compressed(absent)}, and it does not; the index and the files"
+            " are of different checkpoints, or a download is incomplete: fetch the folder again"
+        )
+
+
+# --- matching names --------------------------------------------------------------------------------------------------
+
+Place = Callable[[tuple[slice, ...]], Tensor]
+
+
+def _locate(
+    specs: PyTree,
+    entries: Mapping[str, Entry],
+    sources: Mapping[str, Mapping[str, Tensor]],
+    required: set[str],
+    folder: Path,
+) -> dict[str, Place | Entry]:
+    """Where each part is read from: a source, the folder, or its init. Raises for all that is missing or misshapen."""
+    stored = _by_canonical_name(entries, folder)
+    open_file = _files()
+    missing: list[Part] = []
+    misshapen: list[tuple[Part, tuple[int, ...]]] = []
+    places: dict[str, Any] = {}
+    for spec in spec_leaves(specs):
+        for part in spec.parts:
+            given = _from_sources(part.name, sources)
+            entry = stored.get(canonical(part.name))
+            if given is not None:
+                shape: tuple[int, ...] = tuple(given.shape)
+                places[part.name] = given.__getitem__
+            elif entry is not None:
+                shape = entry.shape
+                _refuse_quantised(entry, spec)
+                places[part.name] = _StoredPlace(open_file, entry)
+            elif spec.init is not None and part.name not in required:
+                shape = part.shape
+                places[part.name] = _InitPlace(part, spec)
+            else:
+                missing.append(part)
+                continue
+            if shape != part.shape:
+                misshapen.append((part, shape))
+    _refuse_gaps(missing, misshapen, str(folder))
+    return places
+
+
+@dataclass(frozen=True)
+class _StoredPlace:
+    open_file: Callable[[Path], Any]
+    entry: Entry
+
+    def __call__(self, slices: tuple[slice, ...]) -> Tensor:
+        return _stored_slice(self.open_file, self.entry, slices)
+
+
+@dataclass(frozen=True)
+class _InitPlace:
+    part: Part
+    spec: Spec
+
+    def __call__(self, slices: tuple[slice, ...]) -> Tensor:
+        return init_part(self.part.name, self.part.shape, init=self.spec.init)[slices]
+
+
+def _reader(places: Mapping[str, Any]) -> Read:
+    return lambda name, slices: places[name](slices)
+
+
+def _by_canonical_name(entries: Mapping[str, Entry], folder: Path) -> dict[str, Entry]:
+    named: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        other = named.setdefault(canonical(name), entry)
+        if other is not entry:
+            raise ValueError(
+                f"{folder} holds both {other.name} and {name}, which are the same tensor; keep one of them"
+            )
+    return named
+
+
+def _from_sources(name: str, sources: Mapping[str, Mapping[str, Tensor]]) -> Tensor | None:
+    for place, tensors in sources.items():
+        relative = name[len(place) + 1 :] if place and name.startswith(f"{place}.") else name
+        if place and relative == name:
+            continue
+        for key in (name, relative):
+            if key in tensors:
+                return tensors[key]
+    return None
+
+
+def _mapping(source: Any) -> Mapping[str, Tensor]:
+    """A source as a mapping name -> whole tensor: itself, a module's state, a file or folder, read when asked."""
+    if isinstance(source, nn.Module):
+        return source.state_dict()
+    if isinstance(source, Mapping):
+        return source
+    if isinstance(source, str | Path):
+        path = Path(source)
+        if not path.exists():
+            raise ValueError(f"{path} does not exist; give a safetensors file or a folder of them")
+        return _Lazy(open_checkpoint(path) if path.is_dir() else read_header(path))
+    raise ValueError(
+        f"a {type(source).__name__} is no source of tensors; give a mapping, a safetensors file or a module"
+    )
+
+
+class _Lazy(Mapping[str, Tensor]):
+    """Stored tensors as a mapping, mapped from their file when asked."""
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self.entries, self.open_file = entries, _files()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return _stored_slice(self.open_file, self.entries[name], tuple(slice(0, n) for n in self.entries[name].shape))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def _files() -> Callable[[Path], Any]:
+    """A function that opens a safetensors file once and keeps it mapped as long as the function lives."""
+    opened: dict[Path, Any] = {}
+
+    def open_file(file: Path) -> Any:
+        if file not in opened:
+            opened[file] = safe_open(str(file), framework="pt", device="cpu")
+        return opened[file]
+
+    return open_file
+
+
+def _stored_slice(open_file: Callable[[Path], Any], entry: Entry, slices: tuple[slice, ...]) -> Tensor:
+    file = open_file(entry.file)
+    if not entry.shape or 0 in entry.shape:
+        return file.get_tensor(entry.name)
+    if any(s.start == s.stop for s in slices):
+        return torch.empty([s.stop - s.start for s in slices])
+    return file.get_slice(entry.name)[slices]
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def _refuse_gaps(missing: list[Part], misshapen: list[tuple[Part, tuple[int, ...]]], where: str) -> None:
+    """One ValueError that lists all that is missing and all that has another shape."""
+    complaints = []
+    if missing:
+        names = [part.name for part in missing]
+        hint = "the download may be incomplete: fetch the folder again"
+        if names == ["lm_head.weight"]:
+            hint = "if the head is the embedding, set tie_word_embeddings to true in config.json"
+        complaints.append(f"{where} lacks {_compressed(names)}; {hint}")
+    if misshapen:
+        wrong = ", ".join(f"{part.name} {list(shape)} instead of {list(part.shape)}" for part, shape in misshapen)
+        complaints.append(
+            f"{where} has other shapes than config.json asks for: {wrong}; fetch both from one checkpoint"
+        )
+    if complaints:
+        raise ValueError("; ".join(complaints))
+
+
+def _refuse_quantised(entry: Entry, spec: Spec) -> None:
+    integers_wanted = spec.dtype is not None and not spec.dtype.is_floating_point
+    if entry.dtype not in _FLOATS and not integers_wanted:
+        raise ValueError(
+            f"{entry.file}: {entry.name} is stored as {entry.dtype}: the checkpoint is quantised; use the unquantised"
+            " bf16, fp16 or fp32 checkpoint"
+        )
+
+
+def _check_extras(
+    specs: PyTree, entries: Mapping[str, Entry], config: ModelConfig, required: set[str], folder: Path, strict: bool
+) -> None:
+    """Tensors that no spec asks for: an error where dropping them changes the model, else one warning or nothing."""
+    used = {canonical(part.name) for spec in spec_leaves(specs) for part in spec.parts}
+    known = used | {canonical(name) for name in required}
+    extras = [name for name in entries if canonical(name) not in known and not _HARMLESS.search(name)]
+    for pattern, what, way_out in (
+        (_ADAPTER, "an adapter that is not merged", "merge it into its base first (peft: merge_and_unload)"),
+        (_QUANTISED, "quantised weights", "use the unquantised bf16, fp16 or fp32 checkpoint"),
+    ):
+        matching = [name for name in extras if pattern.search(name)]
+        if matching:
+            raise ValueError(f"{folder} holds {what} ({_compressed(matching)}); {way_out}")
+    if config.tie_word_embeddings and "lm_head.weight" in map(canonical, extras):
+        _check_tied_head(entries, folder)
+        extras = [name for name in extras if canonical(name) != "lm_head.weight"]
+    biases = [n for n in extras if n.endswith(".bias") and canonical(n.removesuffix("bias") + "weight") in used]
+    if biases:
+        raise ValueError(
+            f"{folder} holds {_compressed(biases)}, which a {config.architecture} with this config.json does not add;"
+            " without them the model is another: use the config.json that belongs to the weights"
+        )
+    if extras and strict:
+        raise ValueError(f"{folder} holds tensors that the model does not use: {_compressed(extras)}; remove them")
+    if extras:
+        warnings.warn(f"{folder}: tensors that the model does not use: {_compressed(extras)}", stacklevel=3)
+
+
+def _check_tied_head(entries: Mapping[str, Entry], folder: Path) -> None:
+    """A stored head beside a tied config must be the embedding; a few rows tell."""
+    by_name = _by_canonical_name(entries, folder)
+    head, embed = by_name["lm_head.weight"], by_name.get("embed_tokens.weight")
+    if embed is None:
+        return
+    open_file = _files()
+    same = head.shape == embed.shape
+    rows = (0, 1, head.shape[0] // 2, head.shape[0] - 1) if same else ()
+    for row in rows:
+        slices = (slice(row, row + 1), slice(0, head.shape[1]))
+        ours, theirs = (_stored_slice(open_file, entry, slices).float() for entry in (head, embed))
+        same = same and torch.equal(ours, theirs)
+    if not same:
+        raise ValueError(
+            f"{folder} stores an lm_head.weight that differs from the embedding, and config.json says"
+            " tie_word_embeddings; set it to false to use the stored head"
+        )
+
+
+def _compressed(names: Iterable[str]) -> str:
+    """Names with their layer numbers gathered: model.layers.{0-3,7}.mlp.up_proj.weight."""
+    gathered: dict[tuple[str, ...], list[int]] = {}
+    for name in names:
+        match = re.fullmatch(r"(.*?\.layers\.|layers\.)(\d+)(\..*)", name)
+        key = (match[1], match[3]) if match else (name,)
+        gathered.setdefault(key, []).append(int(match[2]) if match else 0)
+    return ", ".join(key[0] if len(key) == 1 else f"{key[0]}{_ranges(n)}{key[1]}" for key, n in gathered.items())
+
+
+def _ranges(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return text if text.isdigit() else f"{{{text}}}"
+
+
+# --- dtype and progress ----------------------------------------------------------------------------------------------
+
+
+def _stored_dtype(places: Mapping[str, Any], entries: Mapping[str, Entry]) -> torch.dtype:
+    """The dtype of the largest tensor read from the folder; fp32 where nothing is."""
+    stored = [place.entry for place in places.values() if isinstance(place, _StoredPlace)]
+    floats = [entry for entry in stored if entry.dtype in ("F32", "F16", "BF16")]
+    if not floats:
+        return torch.float32
+    return _FLOATS[max(floats, key=lambda entry: torch.Size(entry.shape).numel()).dtype]
+
+
+@contextlib.contextmanager
+def _bar(progress: bool | None, group: Group, total: int) -> Iterator[Callable[[int], None] | None]:
+    wanted = sys.stderr.isatty() if progress is None else progress
+    if not wanted or group.rank != 0:
+        yield None
+        return
+    columns = (
+        TextColumn("loading weights"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("load", total=total)
+        yield lambda count: bar.advance(task, count)
