@@ -101,7 +101,9 @@ def start_ranks(
         if tp > 1:
             _set_device(devices[0])
             team.limit_threads(tp)
-            store, name = _gather(team, tp, factory, payload, devices, collective_timeout, torchrun=launched is not None)
+            store, name = _gather(
+                team, tp, factory, payload, devices, collective_timeout, torchrun=launched is not None
+            )
             with ranks.guard():
                 team.process_group = _interruptible(
                     lambda: _join(store, 0, tp, devices[0], name, collective_timeout), team
@@ -756,7 +758,9 @@ def _device_of(device: str | torch.device, rank: int, tp: int) -> torch.device:
     first, visible = device.index or 0, torch.cuda.device_count()
     local = rank % int(os.environ.get("LOCAL_WORLD_SIZE", tp)) if _torchrun_rank(tp) is not None else rank
     if first + local >= visible:
-        raise ValueError(f"rank {rank} of tp={tp} needs GPU {first + local}, but {visible} are visible; use a smaller tp")
+        raise ValueError(
+            f"rank {rank} of tp={tp} needs GPU {first + local}, but {visible} are visible; use a smaller tp"
+        )
     return torch.device("cuda", first + local)
 
 

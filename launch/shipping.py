@@ -1,24 +1,30 @@
 """Objects on their way to another process: functions of `__main__`, lambdas and closures travel by value.
 
 Functions and classes of importable modules are shipped by reference, so that a default stays recognisable as the
-default. A function shipped by value gets a real module of its own for its globals: torch.compile looks the globals of
-a function up in `sys.modules` by their `__name__`, and the `__main__` of a worker is another one than its sender's.
+default. A function shipped by value gets a real module of its own for its globals: torch.compile imports the module of
+a function by the `__name__` in its globals, and the `__main__` of a worker is another one than its sender's.
 """
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
 import io
 import itertools
 import pickle
 import sys
 import types
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
 import torch
 
+_PREFIX = "funcllm_shipped_"
+
 _numbers = itertools.count()
+_modules: weakref.WeakValueDictionary[str, types.ModuleType] = weakref.WeakValueDictionary()
 
 
 def dumps(value: Any) -> bytes:
@@ -28,6 +34,8 @@ def dumps(value: Any) -> bytes:
 
 def loads(data: bytes | bytearray | memoryview) -> Any:
     """The value that `dumps` packed, its shipped functions rebound to modules of their own."""
+    if _Finder not in sys.meta_path:
+        sys.meta_path.append(_Finder)
     return _Unpickler(io.BytesIO(data)).load()
 
 
@@ -37,38 +45,46 @@ def to_cpu(value: Any) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Gives the functions that cloudpickle rebuilds a module each for the globals that they share."""
+    """Gives the functions that cloudpickle rebuilds a module for each set of globals that they share."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self._modules: dict[int, tuple[dict[str, Any], types.ModuleType]] = {}
+        self._by_globals: dict[int, tuple[dict[str, Any], types.ModuleType]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "_make_function" and module.split(".")[0] == "cloudpickle":
             return self._make_function
         return super().find_class(module, name)
 
-    def _make_function(self, code: Any, globals: Any, name: Any, argdefs: Any, closure: Any) -> types.FunctionType:
-        module = self._module(globals)
-        function = types.FunctionType(code, module.__dict__, name, argdefs, closure)
-        weakref.finalize(function, _release, module).atexit = False
-        module.__dict__["__functions__"] += 1
-        return function
-
-    def _module(self, shared: dict[str, Any]) -> types.ModuleType:
-        """The module that stands for the globals dictionary of this pickle."""
-        if id(shared) not in self._modules:
-            module = types.ModuleType(f"funcllm_shipped_{next(_numbers)}")
-            module.__dict__.update({key: value for key, value in shared.items() if key != "__name__"})
-            module.__dict__["__builtins__"] = __builtins__
-            module.__dict__["__functions__"] = 0
-            sys.modules[module.__name__] = module
-            self._modules[id(shared)] = (shared, module)
-        return self._modules[id(shared)][1]
+    def _make_function(
+        self, code: types.CodeType, shared: dict[str, Any], name: Any, argdefs: Any, closure: Any
+    ) -> types.FunctionType:
+        if id(shared) not in self._by_globals:
+            self._by_globals[id(shared)] = (shared, _module_of(shared))
+        return types.FunctionType(code, self._by_globals[id(shared)][1].__dict__, name, argdefs, closure)
 
 
-def _release(module: types.ModuleType) -> None:
-    """Forgets a shipped module when the last of its functions is gone."""
-    module.__dict__["__functions__"] -= 1
-    if module.__dict__["__functions__"] == 0:
-        sys.modules.pop(module.__name__, None)
+def _module_of(shared: dict[str, Any]) -> types.ModuleType:
+    """A module with a name of its own and a copy of the globals. It lives as long as a function that uses them."""
+    module = types.ModuleType(f"{_PREFIX}{next(_numbers)}")
+    module.__dict__.update({key: value for key, value in shared.items() if key != "__name__"})
+    module.__dict__["__builtins__"] = __builtins__
+    module.__dict__["__shipped__"] = module
+    _modules[module.__name__] = module
+    return module
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports the shipped modules that are alive; `sys.modules` itself would keep them for ever."""
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(fullname, cls()) if fullname in _modules else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _modules[spec.name]
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """It was filled when its functions arrived."""
