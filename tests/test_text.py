@@ -53,7 +53,7 @@ def test_any_bytes_stream_to_their_full_decoding(data: bytes, chunks: list[int])
 def test_byte_fallback_gives_the_same_text_streamed_or_whole(ids: list[int], chunks: list[int]) -> None:
     streamed = "".join(pieces_of(TextStream(decode_fallback), ids, chunks))
     assert streamed == text_of(decode_fallback, ids)
-    assert (streamed.count("a"), streamed.count(" w")) == (ids.count(0x61), ids.count(300))
+    assert streamed.count(" w") == ids.count(300)
 
 
 @given(st.binary(max_size=60), chunkings, st.lists(st.binary(min_size=1, max_size=5), max_size=3))
