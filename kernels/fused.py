@@ -1,0 +1,109 @@
+"""The fast bundle's elementwise kernels, head and pick: signatures and contracts are those of reference.py.
+
+They call the ops of ops_fused.py, which have no derivative and no batching rule: under torch.func or with gradients
+they raise instead of returning a wrong value. `pdl=True` launches a kernel by programmatic dependent launch (sm_90 and
+later) and is right only where every kernel of the chain waits for its predecessor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from funcllm.kernels import ops_fused  # noqa: F401  registers the ops
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
+    """x / rms(x) over the last axis in fp32, rounded to x's dtype, times weight; contiguous."""
+    refuse_transforms("rms_norm", x, weight)
+    return torch.ops.funcllm.rms_norm.default(x, weight, eps, pdl)
+
+
+def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """(x + update summed in fp32 and rounded once, the rms norm of the rounded sum)."""
+    refuse_transforms("add_rms_norm", x, update, weight)
+    return torch.ops.funcllm.add_rms_norm.default(x, update, weight, eps, pdl)
+
+
+def qk_norm_rope_write(
+    q_tnh: Tensor,
+    k_tkh: Tensor,
+    v_tkh: Tensor,
+    q_weight_h: Tensor | tuple[()],
+    k_weight_h: Tensor | tuple[()],
+    eps: float,
+    cos_th: Tensor,
+    sin_th: Tensor,
+    k_cache_pskh: Tensor,
+    v_cache_pskh: Tensor,
+    slots_t: Tensor,
+    *,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q after norm and rotation, and the caches, written in place: those passed in are those returned.
+
+    q, k and v may be strided views of one packed tensor; the caches are contiguous; slots are int64.
+    """
+    refuse_transforms("qk_norm_rope_write", q_tnh, k_tkh, v_tkh, q_weight_h, k_weight_h, k_cache_pskh, v_cache_pskh)
+    out_tnh = torch.ops.funcllm.qk_norm_rope_write.default(
+        q_tnh,
+        k_tkh,
+        v_tkh,
+        _or_none(q_weight_h),
+        _or_none(k_weight_h),
+        eps,
+        cos_th,
+        sin_th,
+        k_cache_pskh,
+        v_cache_pskh,
+        slots_t,
+        pdl,
+    )
+    return out_tnh, k_cache_pskh, v_cache_pskh
+
+
+def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
+    """silu(gate) * up of [..., 2f], gate first; silu is rounded to the dtype before the product; contiguous."""
+    refuse_transforms("silu_mul", gate_up)
+    return torch.ops.funcllm.silu_mul.default(gate_up, pdl)
+
+
+def head_logits(x_ld: Tensor, weight_vd: Tensor) -> Tensor:
+    """x @ weight.T as fp32, written from the accumulators: not rounded to the dtype in between."""
+    refuse_transforms("head_logits", x_ld, weight_vd)
+    return torch.ops.funcllm.head_logits.default(x_ld, weight_vd)
+
+
+def pick(
+    logits_lv: Tensor,
+    temperature_l: Tensor,
+    keys_l2: Tensor,
+    threshold_l: Tensor | tuple[()],
+    first_id: int,
+    num_ids: int,
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """This shard's winner of every row as an int64 key (see reference.pick); without ids, the smallest int64."""
+    refuse_transforms("pick", logits_lv)
+    return torch.ops.funcllm.pick.default(
+        logits_lv, temperature_l, keys_l2, _or_none(threshold_l), first_id, num_ids, pdl
+    )
+
+
+def refuse_transforms(name: str, *tensors: Tensor | tuple[()]) -> None:
+    """Raises where a kernel's result would be silently wrong: under torch.func, or with inputs that require grad."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise RuntimeError(
+            f"{name} runs as a kernel and has no rule for torch.func transforms; "
+            "build the model with kernels=REFERENCE for grad, jvp and vmap"
+        )
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
+        raise RuntimeError(
+            f"{name} runs as a kernel and has no derivative; "
+            "build the model with kernels=REFERENCE to differentiate, or call it under torch.no_grad()"
+        )
+
+
+def _or_none(x: Tensor | tuple[()]) -> Tensor | None:
+    return x if isinstance(x, Tensor) else None

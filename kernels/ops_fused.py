@@ -1,0 +1,187 @@
+"""The elementwise ops, the head and the pick as torch ops `funcllm::...`: opaque to the compiler, any token count.
+
+On CUDA they launch Triton kernels; on CPU they run the reference's maths, with the caches written in place there too.
+They have no derivative and no batching rule: fused.py refuses transforms before it gets here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+
+from funcllm.kernels import reference
+
+ON_GPU = torch.version.cuda is not None or torch.version.hip is not None
+
+if ON_GPU:
+    from funcllm.kernels import triton_fused, triton_sampler
+
+LIBRARY = Library("funcllm", "FRAGMENT")
+_CHUNK_ELEMENTS = 1 << 22  # of a weight that is widened to fp32 at a time
+
+
+def define(schema: str, *, cpu: Callable[..., Any], fake: Callable[..., Any], cuda: Callable[..., Any] | None) -> None:
+    """Registers one op by its schema, its implementations and the function that gives the shape of its result."""
+    name = schema[: schema.index("(")]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, cpu, "CPU")
+    if cuda is not None:
+        LIBRARY.impl(name, cuda, "CUDA")
+    register_fake(f"funcllm::{name}", fake, lib=LIBRARY)
+
+
+def _new(like: Tensor, shape: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+    return like.new_empty(like.shape if shape is None else shape, dtype=dtype or like.dtype)
+
+
+# --- norms and activation --------------------------------------------------------------------------------------------
+
+
+def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
+    return reference.rms_norm(x, weight, eps).contiguous()
+
+
+def _rms_norm_cuda(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
+    return triton_fused.rms_norm(x, weight, eps, pdl=pdl)
+
+
+def _add_rms_norm_cpu(
+    x: Tensor, update: Tensor, weight: Tensor, eps: float, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
+    total, normed = reference.add_rms_norm(x, update, weight, eps)
+    return total.contiguous(), normed.contiguous()
+
+
+def _add_rms_norm_cuda(
+    x: Tensor, update: Tensor, weight: Tensor, eps: float, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
+    return triton_fused.add_rms_norm(x, update, weight, eps, pdl=pdl)
+
+
+def _silu_mul_cpu(gate_up: Tensor, pdl: bool = False) -> Tensor:
+    return reference.silu_mul(gate_up).contiguous()
+
+
+def _silu_mul_cuda(gate_up: Tensor, pdl: bool = False) -> Tensor:
+    return triton_fused.silu_mul(gate_up, pdl=pdl)
+
+
+define(
+    "rms_norm(Tensor x, Tensor weight, float eps, bool pdl=False) -> Tensor",
+    cpu=_rms_norm_cpu,
+    fake=lambda x, weight, eps, pdl=False: _new(x),
+    cuda=_rms_norm_cuda if ON_GPU else None,
+)
+define(
+    "add_rms_norm(Tensor x, Tensor update, Tensor weight, float eps, bool pdl=False) -> (Tensor, Tensor)",
+    cpu=_add_rms_norm_cpu,
+    fake=lambda x, update, weight, eps, pdl=False: (_new(x), _new(x)),
+    cuda=_add_rms_norm_cuda if ON_GPU else None,
+)
+define(
+    "silu_mul(Tensor gate_up, bool pdl=False) -> Tensor",
+    cpu=_silu_mul_cpu,
+    fake=lambda gate_up, pdl=False: _new(gate_up, (*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+    cuda=_silu_mul_cuda if ON_GPU else None,
+)
+
+
+# --- q/k norm, rotary embedding, cache write -------------------------------------------------------------------------
+
+
+def _qk_norm_rope_write_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    pdl: bool = False,
+) -> Tensor:
+    if q_weight is not None and k_weight is not None:
+        q, k = reference.rms_norm(q, q_weight, eps), reference.rms_norm(k, k_weight, eps)
+    k_cache.flatten(0, 1).index_copy_(0, slots, reference.rotate(k, cos, sin).to(k_cache.dtype))
+    v_cache.flatten(0, 1).index_copy_(0, slots, v.to(v_cache.dtype))
+    return reference.rotate(q, cos, sin)
+
+
+def _qk_norm_rope_write_cuda(*args: Any) -> Tensor:
+    return triton_fused.qk_norm_rope_write(*args[:11], pdl=args[11:] == (True,))  # a default at the end is not passed
+
+
+define(
+    "qk_norm_rope_write(Tensor q, Tensor k, Tensor v, Tensor? q_weight, Tensor? k_weight, float eps, Tensor cos, "
+    "Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, bool pdl=False) -> Tensor",
+    cpu=_qk_norm_rope_write_cpu,
+    fake=lambda q, *_, **__: _new(q),
+    cuda=_qk_norm_rope_write_cuda if ON_GPU else None,
+)
+
+
+# --- head and sampler ------------------------------------------------------------------------------------------------
+
+
+def _head_logits_cpu(x: Tensor, weight: Tensor) -> Tensor:
+    """A narrow weight is widened in pieces, so that a step never holds a second vocabulary matrix in fp32."""
+    x = x.float()
+    if weight.dtype == torch.float32:
+        return torch.nn.functional.linear(x, weight)
+    rows = max(1, _CHUNK_ELEMENTS // max(1, weight.shape[1]))
+    pieces = [torch.nn.functional.linear(x, part.float()) for part in weight.split(rows)]
+    return torch.cat(pieces, dim=-1) if pieces else x.new_empty((x.shape[0], 0))
+
+
+def _head_logits_cuda(x: Tensor, weight: Tensor) -> Tensor:
+    if x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return torch.nn.functional.linear(x.float(), weight.float())
+
+
+def _pick_cpu(
+    logits: Tensor,
+    temperature: Tensor,
+    keys: Tensor,
+    threshold: Tensor | None,
+    first_id: int,
+    num_ids: int,
+    pdl: bool = False,
+) -> Tensor:
+    if num_ids == 0:
+        return torch.full((logits.shape[0],), torch.iinfo(torch.int64).min, device=logits.device)
+    return reference.pick(logits, temperature, keys, () if threshold is None else threshold, first_id, num_ids)
+
+
+def _pick_cuda(
+    logits: Tensor,
+    temperature: Tensor,
+    keys: Tensor,
+    threshold: Tensor | None,
+    first_id: int,
+    num_ids: int,
+    pdl: bool = False,
+) -> Tensor:
+    return triton_sampler.pick(logits, temperature, keys, threshold, first_id, num_ids, pdl=pdl)
+
+
+define(
+    "head_logits(Tensor x, Tensor weight) -> Tensor",
+    cpu=_head_logits_cpu,
+    fake=lambda x, weight: _new(x, (x.shape[0], weight.shape[0]), torch.float32),
+    cuda=_head_logits_cuda,
+)
+define(
+    "pick(Tensor logits, Tensor temperature, Tensor keys, Tensor? threshold, SymInt first_id, SymInt num_ids, "
+    "bool pdl=False) -> Tensor",
+    cpu=_pick_cpu,
+    fake=lambda logits, *_, **__: _new(logits, (logits.shape[0],), torch.int64),
+    cuda=_pick_cuda if ON_GPU else None,
+)

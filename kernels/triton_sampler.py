@@ -1,0 +1,242 @@
+"""Triton sampler: the winner of every row in one pass over fp32 logits.
+
+The noise of a token is recomputed in the kernel, bit for bit as reference.noise_bits has it. Its logarithms are skipped
+where they cannot matter: a standard Gumbel value is at most -log(u), and the float's own bits bound that from above, so
+a tile whose best bound lies below the best score so far holds no winner. The result is exact all the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from funcllm.kernels.triton_fused import pdl_options
+
+_BLOCK = 1024
+_PROGRAMS = 1024  # wanted in all, over rows and splits of the vocabulary
+
+_LOWEST = tl.constexpr(-(1 << 63))
+_GOLDEN = tl.constexpr(0x9E3779B9)
+_MIX_FIRST = tl.constexpr(0x85EBCA6B)
+_MIX_SECOND = tl.constexpr(0xC2B2AE35)
+_LOG_2 = tl.constexpr(0.6931471805599453)
+_LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
+
+
+def pick(
+    logits_lv: Tensor,
+    temperature_l: Tensor,
+    keys_l2: Tensor,
+    threshold_l: Tensor | None,
+    first_id: int,
+    num_ids: int,
+    *,
+    pdl: bool = False,
+    interpreted: bool = False,
+) -> Tensor:
+    """The reference's pick; the smallest int64 for a shard without ids. interpreted: do without libdevice."""
+    rows = logits_lv.shape[0]
+    key_l = torch.empty(rows, dtype=torch.int64, device=logits_lv.device)
+    if rows == 0:
+        return key_l
+    splits, span = split_vocabulary(rows, num_ids)
+    key_ls = torch.empty((rows, splits), dtype=torch.int64, device=logits_lv.device) if splits > 1 else key_l
+    _pick_kernel[(rows, splits)](
+        logits_lv,
+        temperature_l,
+        keys_l2.contiguous(),
+        temperature_l if threshold_l is None else threshold_l,
+        key_ls,
+        logits_lv.stride(0),
+        first_id,
+        num_ids,
+        span,
+        HAS_THRESHOLD=threshold_l is not None,
+        LIBDEVICE=not interpreted,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **pdl_options(pdl),
+    )
+    if splits > 1:
+        _largest_kernel[(rows,)](
+            key_ls, key_l, splits, BLOCK=triton.next_power_of_2(splits), num_warps=1, **pdl_options(pdl)
+        )
+    return key_l
+
+
+def noise_bits(keys_l2: Tensor, first_id: int, num_ids: int) -> Tensor:
+    """The pick kernel's own noise bits, int64 [l, num_ids], to be compared with reference.noise_bits."""
+    bits_lv = torch.empty((keys_l2.shape[0], num_ids), dtype=torch.int64, device=keys_l2.device)
+    grid = (keys_l2.shape[0], triton.cdiv(num_ids, _BLOCK))
+    _bits_kernel[grid](keys_l2.contiguous(), bits_lv, first_id, num_ids, BLOCK=_BLOCK)
+    return bits_lv
+
+
+def split_vocabulary(rows: int, num_ids: int) -> tuple[int, int]:
+    """(programs a row, ids that each of them reads), from sizes alone."""
+    tiles = max(1, triton.cdiv(num_ids, _BLOCK))
+    splits = max(1, min(tiles, triton.cdiv(_PROGRAMS, rows), 256))
+    span = triton.cdiv(tiles, splits) * _BLOCK
+    return max(1, triton.cdiv(num_ids, span)), span
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _mix32(x):
+    x = x ^ (x >> 16)
+    x = x * _MIX_FIRST
+    x = x ^ (x >> 13)
+    x = x * _MIX_SECOND
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _noise_bits(id_v, low_key, high_key):
+    """reference.noise_bits in uint32 arithmetic, which wraps as the masks there do."""
+    x = _mix32(id_v.to(tl.uint32) * _GOLDEN + low_key)
+    return _mix32(x ^ high_key)
+
+
+@triton.jit
+def _gumbel(u, LIBDEVICE: tl.constexpr):
+    """-log(-log1p(-u)); without libdevice log1p(-u) is log(w) * u / (1 - w), w = 1 - u, exact where w rounds."""
+    u = tl.minimum(u, _LARGEST_UNIFORM)
+    if LIBDEVICE:
+        exponential = -libdevice.log1p(-u)
+        noise = -libdevice.log(exponential)
+    else:
+        w = 1.0 - u
+        lost = 1.0 - w
+        exponential = tl.where(lost == 0.0, u, -tl.log(w) * (u / tl.where(lost == 0.0, 1.0, lost)))
+        noise = -tl.log(exponential)
+    return noise
+
+
+@triton.jit
+def _ordered(score):
+    bits = score.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _keys(score, x, id_v):
+    high = tl.where(x != x, 0x7FFFFFFF, _ordered(score)).to(tl.int64)
+    return (high << 32) | (0xFFFFFFFF - id_v.to(tl.int64))
+
+
+@triton.jit
+def _pick_kernel(
+    logits_ptr,
+    temperature_ptr,
+    keys_ptr,
+    threshold_ptr,
+    out_ptr,
+    stride,
+    first_id,
+    num_ids,
+    span,
+    HAS_THRESHOLD: tl.constexpr,
+    LIBDEVICE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    logits_ptr += row.to(tl.int64) * stride
+    heat = tl.load(temperature_ptr + row)
+    threshold = tl.load(threshold_ptr + row) if HAS_THRESHOLD else 0.0
+    begin = part * span
+    end = tl.minimum(begin + span, num_ids)
+    at_v = tl.arange(0, BLOCK)
+    best = tl.full((), _LOWEST, tl.int64)
+    if heat > 0:
+        low_key = tl.load(keys_ptr + row * 2).to(tl.uint32)
+        high_key = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32)
+        inverse = 1.0 / heat
+        best_score = float("-inf")
+        for start in range(begin, end, BLOCK):
+            column_v = start + at_v
+            live_v = column_v < end
+            x = tl.load(logits_ptr + column_v, mask=live_v, other=float("-inf"))
+            id_v = first_id + column_v
+            u = (_noise_bits(id_v, low_key, high_key).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+            octaves = 127.0 - u.to(tl.int32, bitcast=True).to(tl.float32) * 1.1920928955078125e-07
+            heated = x * inverse
+            heated = tl.maximum(heated * 1.000001, heated * 0.999999)
+            bound = heated + (octaves * _LOG_2 + 1e-4)
+            if HAS_THRESHOLD:
+                bound = tl.where(x < threshold, float("-inf"), bound)
+            hopeless = (bound < best_score) | (live_v == 0)
+            if tl.min(hopeless.to(tl.int32), axis=0) == 0:
+                score = tl.div_rn(x, heat) + _gumbel(u, LIBDEVICE)
+                if HAS_THRESHOLD:
+                    score = tl.where(x < threshold, float("-inf"), score)
+                key_v = tl.where(live_v, _keys(score, x, id_v), _LOWEST)
+                best = tl.maximum(best, tl.max(key_v, axis=0))
+                best_score = tl.maximum(best_score, tl.max(tl.where(score == score, score, float("-inf")), axis=0))
+    else:
+        best_v = tl.full((BLOCK,), _LOWEST, tl.int64)
+        for start in range(begin, end, BLOCK):
+            column_v = start + at_v
+            live_v = column_v < end
+            x = tl.load(logits_ptr + column_v, mask=live_v, other=float("-inf"))
+            score = x
+            if HAS_THRESHOLD:
+                score = tl.where(x < threshold, float("-inf"), score)
+            key_v = tl.where(live_v, _keys(score, x, first_id + column_v), _LOWEST)
+            best_v = tl.maximum(best_v, key_v)
+        best = tl.max(best_v, axis=0)
+    tl.store(out_ptr + row * tl.num_programs(1) + part, best)
+
+
+@triton.jit
+def _largest_kernel(keys_ptr, out_ptr, splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    key_s = tl.load(keys_ptr + row * splits + at, mask=at < splits, other=_LOWEST)
+    tl.store(out_ptr + row, tl.max(key_s, axis=0))
+
+
+@triton.jit
+def _bits_kernel(keys_ptr, out_ptr, first_id, num_ids, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    low_key = tl.load(keys_ptr + row * 2).to(tl.uint32)
+    high_key = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32)
+    at_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    bits_v = _noise_bits(first_id + at_v, low_key, high_key)
+    tl.store(out_ptr + row * num_ids + at_v, bits_v.to(tl.int64), mask=at_v < num_ids)
+
+
+# --- for the check without a GPU -------------------------------------------------------------------------------------
+
+
+def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """(name, kernel, signature, constants, options) of representative launches, to be compiled for sm_90 in tests."""
+    signature = {"logits_ptr": "*fp32", "temperature_ptr": "*fp32", "keys_ptr": "*i64", "threshold_ptr": "*fp32"}
+    signature |= {"out_ptr": "*i64"} | dict.fromkeys(("stride", "first_id", "num_ids", "span"), "i32")
+    picks = [
+        (
+            f"pick-{'threshold' if has_threshold else 'plain'}",
+            _pick_kernel,
+            signature,
+            {"HAS_THRESHOLD": has_threshold, "LIBDEVICE": True, "BLOCK": _BLOCK, "PDL": has_threshold},
+            {"num_warps": 4},
+        )
+        for has_threshold in (False, True)
+    ]
+    signature = {"keys_ptr": "*i64", "out_ptr": "*i64", "splits": "i32"}
+    return [*picks, ("largest", _largest_kernel, signature, {"BLOCK": 256, "PDL": False}, {"num_warps": 1})]

@@ -1,0 +1,500 @@
+"""The sampler: its noise is frozen, its pick is exact in every kernel, its filters equal a sort in fp64."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from funcllm.kernels import fused, reference, sampler
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting process of test_interpreted")
+compiled = pytest.mark.skipif(INTERPRETED, reason="runs in the process that does not interpret")
+
+INF = float("inf")
+
+SEEDS = (0, 1, 42, 2**40 + 7, -1)
+POSITIONS = (0, 1, 1000, 2**31 - 1, 17)
+FROZEN_KEYS = [
+    [1713891541, 3781805453],
+    [2886210587, 3754282174],
+    [3354629496, 2923741036],
+    [2416299089, 1942868194],
+    [1861354478, 3099962209],
+]
+FROZEN_BITS = [
+    [2821947389, 3426969576, 3342288088, 614834920, 1614619363],
+    [3681640029, 2509395533, 4179477432, 1086830569, 4215950647],
+    [2403127388, 3300182453, 1888190203, 3834160642, 3070598424],
+    [2395866997, 2129473361, 810444899, 2849136305, 4287877319],
+    [2661874262, 2273933448, 2928981469, 1590137039, 3088627159],
+]
+FROZEN_NOISE = [
+    [-0.0677795, -0.4693848, -0.4094047],
+    [-0.6659303, 0.1304445, -1.2853732],
+    [0.1985802, -0.3802655, 0.5461845],
+    [0.2032629, 0.378635, 1.5648807],
+    [0.0335898, 0.282582, -0.1359002],
+]
+
+
+# --- noise -----------------------------------------------------------------------------------------------------------
+
+
+def philox_words(seed: int, position: int) -> tuple[int, int]:
+    """Philox4x32-10 in plain Python integers, written from the paper: the first two words of one counter."""
+    mask = 2**32 - 1
+    c0, c1, c2, c3 = position & mask, 0, 0, 0
+    k0, k1 = seed & mask, (seed >> 32) & mask
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & mask, (p0 >> 32) ^ c3 ^ k1, p0 & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return c0, c1
+
+
+def bits_of(words: tuple[int, int], token_id: int) -> int:
+    """32 noise bits of a vocabulary id in plain Python integers."""
+    mask = 2**32 - 1
+
+    def mix(x: int) -> int:
+        x ^= x >> 16
+        x = x * 0x85EBCA6B & mask
+        x ^= x >> 13
+        x = x * 0xC2B2AE35 & mask
+        return x ^ x >> 16
+
+    return mix(mix((token_id * 0x9E3779B9 + words[0]) & mask) ^ words[1])
+
+
+def rows_of_keys() -> Tensor:
+    return reference.noise_keys(torch.tensor(SEEDS), torch.tensor(POSITIONS, dtype=torch.int32))
+
+
+@compiled
+def test_noise_keys_are_philox_and_frozen() -> None:
+    keys = rows_of_keys().tolist()
+    assert keys == [list(philox_words(seed, position)) for seed, position in zip(SEEDS, POSITIONS)]
+    assert keys == FROZEN_KEYS
+
+
+@compiled
+def test_philox_agrees_with_the_published_known_answer() -> None:
+    assert philox_words(0, 0) == (0x6627E8D5, 0xE169C58D)
+
+
+@compiled
+def test_noise_bits_are_frozen() -> None:
+    ids = torch.tensor([0, 1, 2, 151935, 2**31 - 1])
+    bits = reference.noise_bits(rows_of_keys(), ids)
+    assert bits.tolist() == [
+        [bits_of(philox_words(seed, position), i) for i in ids.tolist()] for seed, position in zip(SEEDS, POSITIONS)
+    ]
+    assert bits.tolist() == FROZEN_BITS
+
+
+@compiled
+def test_gumbel_noise_is_frozen_and_right() -> None:
+    noise = reference.gumbel_noise(rows_of_keys(), torch.arange(3))
+    torch.testing.assert_close(noise, torch.tensor(FROZEN_NOISE), rtol=1e-6, atol=1e-6)
+    u = (reference.noise_bits(rows_of_keys(), torch.arange(3)).double() + 0.5) / 2**32
+    torch.testing.assert_close(noise.double(), -torch.log(-torch.log1p(-u)), rtol=1e-5, atol=1e-5)
+
+
+@compiled
+def test_gumbel_noise_is_finite_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = torch.tensor([[0, 1, 2**32 - 1]])
+    monkeypatch.setattr(reference, "noise_bits", lambda keys, ids: ends)
+    noise = reference.gumbel_noise(torch.zeros(1, 2, dtype=torch.int64), torch.arange(3))[0]
+    assert noise[0].item() == pytest.approx(33 * math.log(2), rel=1e-6)
+    assert noise[2].item() == pytest.approx(-math.log(24 * math.log(2)), rel=1e-6)
+    assert torch.isfinite(noise).all()
+
+
+@compiled
+@pytest.mark.parametrize("vary", ["position", "seed"])
+def test_draws_follow_the_distribution(vary: str) -> None:
+    draws = 200_000
+    probabilities = torch.tensor([0.3, 0.2, 0.15, 0.12, 0.1, 0.07, 0.05, 0.01])
+    varying, fixed = torch.arange(draws), torch.full((draws,), 5)
+    seed, position = (fixed, varying) if vary == "position" else (varying, fixed)
+    tokens = draw(probabilities.log().expand(draws, -1), seed, position)
+    counts = torch.bincount(tokens, minlength=8).double()
+    expected = probabilities.double() * draws
+    assert chi_square(counts, expected) < 24.3  # 7 degrees of freedom, p = 0.001
+
+
+@compiled
+@pytest.mark.parametrize("step", [(0, 1), (1, 0)], ids=["next position", "next seed"])
+def test_neighbouring_draws_are_independent(step: tuple[int, int]) -> None:
+    draws = 100_000
+    logits = torch.zeros(draws, 4)
+    seed, position = torch.arange(draws) // 300, torch.arange(draws) % 300
+    first, second = draw(logits, seed, position), draw(logits, seed + 1000 * step[0], position + 1000 * step[1])
+    near = draw(logits, seed + step[0], position + step[1])
+    for other in (second, near):
+        pairs = torch.bincount(first * 4 + other, minlength=16).double()
+        assert chi_square(pairs, torch.full((16,), draws / 16, dtype=torch.float64)) < 37.7  # 15 degrees, p = 0.001
+
+
+@compiled
+def test_neighbouring_ids_are_uncorrelated() -> None:
+    keys = reference.noise_keys(torch.arange(2000), torch.zeros(2000, dtype=torch.int32))
+    u = reference.noise_bits(keys, torch.arange(64)).double() / 2**32
+    correlation = torch.corrcoef(u.T) - torch.eye(64)
+    assert correlation.abs().max() < 5 / math.sqrt(2000)
+
+
+def draw(logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    keys = reference.noise_keys(seed, position)
+    winner = reference.pick(logits, torch.ones(len(logits)), keys, (), 0, logits.shape[1])
+    return reference.token_of(winner).long()
+
+
+def chi_square(counts: Tensor, expected: Tensor) -> float:
+    return ((counts - expected) ** 2 / expected).sum().item()
+
+
+# --- pick ------------------------------------------------------------------------------------------------------------
+
+
+def pick_inputs(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows * 1000 + columns)
+    logits = torch.randn(rows, columns, generator=generator) * 4
+    temperature = torch.tensor([0.0, 0.6, 1.0, 7.0])[torch.arange(rows) % 4]
+    return logits, temperature, reference.noise_keys(torch.arange(rows) * 77, torch.arange(rows) + 3)
+
+
+def triton_pick(*args: object) -> Tensor:
+    from funcllm.kernels import triton_sampler
+
+    return triton_sampler.pick(*args, interpreted=True)  # type: ignore[arg-type]
+
+
+def op_pick(logits: Tensor, temperature: Tensor, keys: Tensor, threshold: Tensor | None, *ids: int) -> Tensor:
+    return fused.pick(logits, temperature, keys, () if threshold is None else threshold, *ids)
+
+
+Pick = Callable[..., Tensor]
+PICKS = [
+    pytest.param(op_pick, id="op", marks=compiled),
+    pytest.param(triton_pick, id="triton", marks=interpreted),
+]
+
+
+def assert_same_keys(ours: Tensor, theirs: Tensor) -> None:
+    """The same ids, and scores within a few units in the last place."""
+    assert (ours & 0xFFFFFFFF).tolist() == (theirs & 0xFFFFFFFF).tolist()
+    assert ((ours >> 32) - (theirs >> 32)).abs().max() <= 16
+
+
+@pytest.mark.parametrize("pick", PICKS)
+@pytest.mark.parametrize(
+    ("rows", "columns", "first_id", "num_ids"),
+    [(1, 5, 0, 5), (3, 1024, 1024, 1000), (4, 2500, 100_000, 2500), (2, 4099, 7, 4097), (5, 33, 151_900, 1)],
+)
+@pytest.mark.parametrize("filtered", [False, True])
+def test_pick_equals_the_reference(
+    pick: Pick, rows: int, columns: int, first_id: int, num_ids: int, filtered: bool
+) -> None:
+    logits, temperature, keys = pick_inputs(rows, columns)
+    threshold = logits[:, :num_ids].quantile(0.9, dim=1) if filtered else None
+    expected = reference.pick(logits, temperature, keys, () if threshold is None else threshold, first_id, num_ids)
+    winner = pick(logits, temperature, keys, threshold, first_id, num_ids)
+    assert_same_keys(winner, expected)
+    if threshold is not None:
+        chosen = logits.gather(1, (reference.token_of(winner).long() - first_id)[:, None])[:, 0]
+        assert (chosen >= threshold).all()
+
+
+@pytest.mark.parametrize("pick", PICKS)
+def test_pick_never_skips_a_winner(pick: Pick) -> None:
+    """Over many tiles with nearly equal logits the noise decides, so every skipped tile is a chance to be wrong."""
+    logits, _, keys = pick_inputs(2, 30_000)
+    logits = logits * 1e-3
+    temperature = torch.tensor([1.0, 0.3])
+    assert_same_keys(
+        pick(logits, temperature, keys, None, 0, 30_000), reference.pick(logits, temperature, keys, (), 0, 30_000)
+    )
+
+
+@pytest.mark.parametrize("pick", PICKS)
+def test_pick_takes_the_lowest_id_of_a_tie(pick: Pick) -> None:
+    logits = torch.zeros(2, 3000)
+    logits[0, [2999, 1700, 1024]] = 5.0
+    logits[1, [2, 1]] = 5.0
+    keys = torch.zeros(2, 2, dtype=torch.int64)
+    assert reference.token_of(pick(logits, torch.zeros(2), keys, None, 10, 3000)).tolist() == [1034, 11]
+
+
+@pytest.mark.parametrize("pick", PICKS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_pick_marks_nan_and_bears_infinities(pick: Pick, temperature: float) -> None:
+    logits, _, keys = pick_inputs(6, 2100)
+    logits[0, 2050] = float("nan")
+    logits[1, :] = -INF
+    logits[2, :-1] = -INF
+    logits[3, 1999] = INF
+    logits[4, :3] = -float("nan")
+    logits[5, 2000:] = float("nan")
+    heat = torch.full((6,), temperature)
+    winner = pick(logits, heat, keys, None, 0, 2000)
+    ids = reference.token_of(winner).tolist()
+    assert_same_keys(winner, reference.pick(logits, heat, keys, (), 0, 2000))
+    assert ids[1] == 0
+    assert ids[3] == 1999
+    assert ids[4] == -1
+    assert ids[5] >= 0
+    assert reference.token_of(pick(logits, heat, keys, None, 0, 2100)).tolist()[0] == -1
+
+
+@pytest.mark.parametrize("pick", PICKS)
+def test_shards_agree_with_the_whole(pick: Pick) -> None:
+    """C6, C8, C14: the largest key over shards is the whole's, padding columns never win, and a shard may be empty."""
+    logits, temperature, keys = pick_inputs(4, 199)
+    whole = pick(logits, temperature, keys, None, 0, 199)
+    shard = torch.full((4, 100), 100.0)
+    shard[:, :99] = logits[:, 100:]
+    empty = torch.full((4, 100), 100.0)
+    parts = [
+        pick(logits[:, :100].contiguous(), temperature, keys, None, 0, 100),
+        pick(shard, temperature, keys, None, 100, 99),
+        pick(empty, temperature, keys, None, 199, 0),
+    ]
+    assert torch.stack(parts).amax(0).tolist() == whole.tolist()
+    assert parts[2].tolist() == [-(2**63)] * 4
+
+
+@interpreted
+@pytest.mark.parametrize("first_id", [0, 151_900, 2**31 - 1100])
+def test_noise_bits_in_the_kernel_are_the_references(first_id: int) -> None:
+    from funcllm.kernels import triton_sampler
+
+    bits = triton_sampler.noise_bits(rows_of_keys(), first_id, 1100)
+    assert torch.equal(bits, reference.noise_bits(rows_of_keys(), first_id + torch.arange(1100)))
+
+
+@compiled
+def test_splits_cover_the_vocabulary() -> None:
+    from funcllm.kernels.triton_sampler import split_vocabulary
+
+    for rows in (1, 2, 7, 64, 256, 1024, 5000):
+        for num_ids in (0, 1, 1023, 1024, 1025, 2048, 75_968, 151_936, 1_000_000):
+            splits, span = split_vocabulary(rows, num_ids)
+            assert splits >= 1
+            assert (splits - 1) * span < max(num_ids, 1) <= splits * span
+            assert splits <= 256
+
+
+# --- threshold -------------------------------------------------------------------------------------------------------
+
+
+def threshold(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, ranks: int = 1
+) -> list[Tensor]:
+    """The threshold as each of `ranks` threads finds it over its shard of the columns."""
+    import threading
+
+    columns = -(-logits.shape[1] // ranks)
+    meet = threading.Barrier(ranks)
+    given: list[Tensor] = [torch.empty(0)] * ranks
+    results: list[Tensor] = [torch.empty(0)] * ranks
+
+    def run(rank: int) -> None:
+        def reduce(combine: Callable[[Tensor], Tensor]) -> sampler.Reduce:
+            def apply(x: Tensor) -> Tensor:
+                given[rank] = x
+                meet.wait()
+                total = combine(torch.stack(given))
+                meet.wait()
+                return total
+
+            return apply
+
+        first = min(rank * columns, logits.shape[1])
+        num_ids = min(columns, logits.shape[1] - first)
+        shard = torch.full((logits.shape[0], columns), 100.0)
+        shard[:, :num_ids] = logits[:, first : first + num_ids]
+        results[rank] = sampler.threshold(
+            shard,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            first,
+            num_ids,
+            reduce(lambda x: x.sum(0)),
+            reduce(lambda x: x.amax(0)),
+        )
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def kept_by_sorting(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """The ids that the filters let through, the plain way: sort, exponentiate and accumulate in fp64."""
+    if temperature <= 0:
+        return set(range(len(logits)))
+    scaled = logits.double().numpy() / np.float64(np.float32(temperature))
+    order = np.argsort(-scaled, kind="stable")
+    kept = order if top_k <= 0 or top_k >= len(order) else order[scaled[order] >= scaled[order[top_k - 1]]]
+    mass = np.exp(scaled[kept] - scaled[kept[0]])
+    if top_p < 1:
+        share = np.cumsum(mass) / mass.sum()
+        last = min(int(np.searchsorted(share, np.float64(np.float32(top_p)), side="left")), len(kept) - 1)
+        kept = kept[scaled[kept] >= scaled[kept[last]]]
+    if min_p > 0:
+        kept = kept[np.exp(scaled[kept] - scaled[order[0]]) >= min(np.float64(np.float32(min_p)), 1.0)]
+    return set(kept.tolist())
+
+
+def column(values: list[float] | list[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+@compiled
+@pytest.mark.parametrize("columns", [7, 257, 3001])
+@pytest.mark.parametrize("spread", [0.5, 3.0, 30.0])
+def test_threshold_keeps_what_sorting_keeps(columns: int, spread: float) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    settings = [
+        (temperature, top_k, top_p, min_p)
+        for temperature in (0.0, 0.3, 1.0, 4.0)
+        for top_k in (-1, 0, 1, 5, 50, 10**6)
+        for top_p in (0.013, 0.517, 0.951, 1.0)
+        for min_p in (0.0, 0.0517, 0.517)
+    ]
+    logits = torch.randn(len(settings), columns, generator=generator) * spread
+    logits[::5, ::3] = logits[::5, :1]
+    logits[::7, 1::2] = -INF
+    temperature, top_k, top_p, min_p = (list(x) for x in zip(*settings))
+    [limit] = threshold(logits, column(temperature), column(top_k, torch.int32), column(top_p), column(min_p))
+    for row, setting in enumerate(settings):
+        kept = set(torch.nonzero(logits[row] >= limit[row])[:, 0].tolist())
+        assert kept == kept_by_sorting(logits[row], *setting), (row, setting)
+
+
+@compiled
+@pytest.mark.parametrize("ranks", [2, 4, 5])
+def test_threshold_is_the_same_bit_for_bit_at_any_number_of_ranks(ranks: int) -> None:
+    rows = 24
+    logits = torch.randn(rows, 199, generator=torch.Generator().manual_seed(3)) * 5
+    logits[3] = -INF
+    settings = (
+        column([0.0, 0.7, 1.0, 2.5] * 6),
+        column([0, 3, 20, 1000, 50, -1] * 4, torch.int32),
+        column([1.0, 0.9, 0.5, 0.95] * 6),
+        column([0.0, 0.0, 0.02] * 8),
+    )
+    [whole] = threshold(logits, *settings)
+    for part in threshold(logits, *settings, ranks=ranks):
+        assert torch.equal(part, whole)
+    assert torch.isfinite(whole).sum() > rows / 2
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("probabilities", "top_p", "kept"),
+    [
+        ([0.1, 0.2, 0.3, 0.4], 0.6, {2, 3}),
+        ([0.1, 0.2, 0.3, 0.4], 0.35, {3}),
+        ([0.1, 0.2, 0.3, 0.4], 0.95, {0, 1, 2, 3}),
+        ([0.1, 0.2, 0.3, 0.4], 0.0, {3}),
+        ([0.25, 0.25, 0.25, 0.25], 0.5, {0, 1, 2, 3}),
+    ],
+)
+def test_top_p_keeps_the_id_that_crosses_p(probabilities: list[float], top_p: float, kept: set[int]) -> None:
+    logits = column(probabilities).log()[None]
+    [limit] = threshold(logits, column([1.0]), column([0], torch.int32), column([top_p]), column([0.0]))
+    assert set(torch.nonzero(logits[0] >= limit[0])[:, 0].tolist()) == kept
+
+
+@compiled
+def test_top_k_is_clamped_and_per_row_beside_greedy_rows() -> None:
+    top_k = [-1, 0, 1, 255, 256, 10**6, 5, 5]
+    logits = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
+    off = torch.ones(8)
+    heat = column([1.0] * 7 + [0.0])
+    [limit] = threshold(logits, heat, column(top_k, torch.int32), off, torch.zeros(8))
+    assert (logits >= limit[:, None]).sum(-1).tolist() == [256, 256, 1, 255, 256, 256, 5, 256]
+    keys = reference.noise_keys(torch.arange(8), torch.arange(8))
+    tokens = reference.token_of(fused.pick(logits, heat, keys, limit, 0, 256)).tolist()
+    assert tokens[2] == logits[2].argmax()
+    assert tokens[7] == logits[7].argmax()
+    assert tokens[6] in logits[6].topk(5).indices.tolist()
+
+
+@compiled
+def test_top_p_counts_only_what_top_k_left() -> None:
+    logits = column([0.4, 0.3, 0.2, 0.1]).log()[None]
+    [limit] = threshold(logits, column([1.0]), column([2], torch.int32), column([0.5]), column([0.0]))
+    assert (logits >= limit).tolist() == [[True, False, False, False]]  # 0.4 / 0.7 reaches 0.5
+
+
+@compiled
+def test_threshold_counts_the_long_tail() -> None:
+    """150 000 ids with 2^-33 of the largest mass each: far below fp32's resolution of the sum, yet counted."""
+    logits = torch.full((1, 150_001), -33 * math.log(2.0))
+    logits[0, 77] = 0.0
+    tail = 150_000 * 2.0**-33
+    for top_p, kept in ((1 - 2 * tail, 1), (1 - tail / 2, 150_001)):
+        [limit] = threshold(logits, column([1.0]), column([0], torch.int32), column([top_p]), column([0.0]))
+        assert (logits >= limit).sum().item() == kept
+
+
+@compiled
+def test_threshold_bears_strange_rows() -> None:
+    logits = torch.zeros(4, 9)
+    logits[0] = -INF
+    logits[1, 4] = INF
+    logits[2, 2] = float("nan")
+    logits[3] = -0.0
+    settings = (torch.ones(4), column([3] * 4, torch.int32), column([0.5] * 4), column([0.1] * 4))
+    [limit] = threshold(logits, *settings)
+    kept = logits >= limit[:, None]
+    assert kept[0].all()
+    assert kept[1].tolist() == [i == 4 for i in range(9)]
+    assert kept[3].all()
+    winner = fused.pick(logits, torch.ones(4), torch.zeros(4, 2, dtype=torch.int64), limit, 0, 9)
+    assert reference.token_of(winner)[2].item() == -1
+
+
+@compiled
+def test_threshold_compiles_whole_and_stays_equal() -> None:
+    def run(logits: Tensor, *settings: Tensor) -> Tensor:
+        return sampler.threshold(logits, *settings, 0, logits.shape[1], sampler.identity, sampler.identity)
+
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(5)) * 3
+    settings = (
+        column([0.0, 0.7, 1.0] * 2),
+        column([0, 3, 20] * 2, torch.int32),
+        column([1.0, 0.9] * 3),
+        column([0.0, 0.02] * 3),
+    )
+    fast = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert torch.equal(fast(logits, *settings), run(logits, *settings))
+
+
+# --- Triton on a CPU -------------------------------------------------------------------------------------------------
+
+
+@compiled
+def test_interpreted() -> None:
+    """Runs this file's kernel tests in a process where Triton interprets."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
