@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,9 @@ from funcllm.group import SINGLE, Group
 from funcllm.types import Part, PyTree, Read, Spec
 
 STAGING_BYTES = 32 << 20
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def is_spec(x: Any) -> bool:
@@ -98,11 +104,12 @@ def part_views(spec: Spec, param: Tensor, group: Group = SINGLE) -> Iterator[tup
 
 def named(params: PyTree, specs: PyTree, group: Group = SINGLE) -> dict[str, Tensor]:
     """Checkpoint names -> views of this rank's slices, without padding. Writing to a view changes the parameter."""
-    return {
-        part.name: _unpadded(view, part, group)
-        for spec, param in _pairs(specs, params)
-        for part, view in part_views(spec, param, group)
-    }
+    return {part.name: _unpadded(view, part, group) for part, view in part_pairs(specs, params, group)}
+
+
+def part_pairs(specs: PyTree, params: PyTree, group: Group = SINGLE) -> list[tuple[Part, Tensor]]:
+    """Every part of the tree with its view, padding included, in the tree's order: the same order on every rank."""
+    return [pair for spec, param in _pairs(specs, params) for pair in part_views(spec, param, group)]
 
 
 # --- filling ---------------------------------------------------------------------------------------------------------
@@ -145,9 +152,8 @@ def fill(params: PyTree, specs: PyTree, items: Iterable[tuple[str, Tensor]], gro
     Names that the specs do not know are left alone. Raises ValueError for a wrong shape, before that tensor is written.
     """
     places: dict[str, list[tuple[Part, Tensor]]] = {}
-    for spec, param in _pairs(specs, params):
-        for part, view in part_views(spec, param, group):
-            places.setdefault(part.name, []).append((part, view))
+    for part, view in part_pairs(specs, params, group):
+        places.setdefault(part.name, []).append((part, view))
     written = set()
     with torch.inference_mode(False), torch.no_grad():
         for name, tensor in items:
@@ -170,15 +176,11 @@ def init_params(
 ) -> PyTree:
     """Random parameters: the same whole tensors for a seed at every tensor-parallel size and on every device.
 
-    Each part is drawn whole by `init_part`, then sliced.
+    Each part is drawn whole by `init_part`, a few ahead on other threads, then sliced.
     """
-    inits = {part.name: spec.init for spec in spec_leaves(specs) for part in spec.parts}
-    shapes = {part.name: part.shape for spec in spec_leaves(specs) for part in spec.parts}
-
-    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
-        return init_part(name, shapes[name], seed=seed, std=std, init=inits[name])[slices]
-
-    return assemble(specs, read, group, device=device, dtype=dtype)
+    drawn = [(part, spec.init) for spec in spec_leaves(specs) for part in spec.parts]
+    tensors = ahead(lambda item: init_part(item[0].name, item[0].shape, seed=seed, std=std, init=item[1]), drawn)
+    return assemble(specs, lambda name, slices: next(tensors)[slices], group, device=device, dtype=dtype)
 
 
 def init_part(name: str, shape: tuple[int, ...], *, seed: int = 0, std: float = 0.02, init: Any = None) -> Tensor:
@@ -193,7 +195,20 @@ def init_part(name: str, shape: tuple[int, ...], *, seed: int = 0, std: float = 
             return init(shape, generator)
         if len(shape) > 1:
             return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
-        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype=torch.float32)
+
+
+def ahead(fn: Callable[[Item], Result], items: Iterable[Item], workers: int = 0) -> Iterator[Result]:
+    """fn(item) for each item, in order, with up to `workers` (default: one a core, 8 at most) running ahead."""
+    workers = workers or min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers) as pool:
+        running: deque[Future[Result]] = deque()
+        for item in items:
+            running.append(pool.submit(fn, item))
+            if len(running) > workers:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
 
 
 # --- modules ---------------------------------------------------------------------------------------------------------
