@@ -30,10 +30,10 @@ _SCRATCH_BYTES = 12288  # shared memory beside the tiles
 class DecodeConfig:
     """How a decode launch is cut up.
 
-    tile: keys a loop step. num_stages: Triton's pipeline depth; a block id and what it points at lie two stages apart,
-    so 2 n + 1 stages keep n tiles of keys and values in flight. splits: programs a (row, KV head). min_tiles: tiles that
-    a split takes at least, so that short rows use fewer splits. pdl: the combine kernel starts by programmatic
-    dependent launch (sm_90 and later).
+    tile: keys a loop step. num_stages: Triton's pipeline depth; a block id is loaded ahead of what it points at, so
+    2 n + 1 stages keep n tiles of keys and values in flight. splits: programs a (row, KV head). min_tiles: tiles that a
+    split takes at least, so that short rows use fewer splits. pdl: the combine kernel starts by programmatic dependent
+    launch (sm_90 and later).
     """
 
     tile: int = 64

@@ -1,14 +1,15 @@
-"""Bundles of kernels: which function does each op. A bundle is a static argument of the model, never a global switch."""
+"""Bundles of kernels: which function does each op. A bundle is a static argument of a model, never a global switch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from funcllm.kernels import reference
+from funcllm.kernels import fast, fused, ops, reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,3 +49,42 @@ REFERENCE = Kernels(
     head_logits=reference.head_logits,
     pick=reference.pick,
 )
+"""The plain PyTorch twin of every kernel: out of place, good under torch.func, the oracle of the fast versions."""
+
+FAST = Kernels(
+    name="fast",
+    write_kv=fast.write_kv,
+    attend=fast.attend,
+    rms_norm=fused.rms_norm,
+    add_rms_norm=fused.add_rms_norm,
+    qk_norm_rope_write=fused.qk_norm_rope_write,
+    silu_mul=fused.silu_mul,
+    head_logits=fused.head_logits,
+    pick=fused.pick,
+    in_place=True,
+    fused=frozenset({"add_norm", "qk_norm_rope_write", "silu_mul"}),
+    prefill=ops.TRITON,
+    decode=ops.TRITON,
+)
+"""Ops that dispatch on the tensors' device: batched PyTorch on the CPU, Triton on CUDA. They refuse transforms."""
+
+
+def fast_kernels(device: torch.device, head_dim: int, dtype: torch.dtype, block_size: int) -> Kernels:
+    """The fast bundle with the best prefill back end for this device and model, and the reasons in `why`.
+
+    Raises ValueError for a block size that the CUDA kernels do not take, RuntimeError where Triton is missing.
+    """
+    if device.type != "cuda":
+        why = (f"attention: batched PyTorch, since the device is {device.type}",)
+        return replace(FAST, prefill="cpu", decode="cpu", why=why)
+    if block_size < 16 or block_size & (block_size - 1):
+        raise ValueError(f"block_size={block_size} is not a power of two >= 16, as CUDA needs; use 16, 32, 64 or 128")
+    try:
+        from funcllm.kernels.attention_prefill import flash_refusal
+    except ImportError as error:
+        raise RuntimeError(f"the CUDA kernels need triton ({error}); pip install triton") from error
+    decode = "decode: Triton, split over the keys, grouped query heads"
+    refusal = flash_refusal(device, head_dim, dtype)
+    if refusal:
+        return replace(FAST, why=(decode, f"prefill: Triton; {refusal}"))
+    return replace(FAST, attend=fast.attend_flash, prefill=ops.FLASH, why=(decode, "prefill: flash-attn-4"))
