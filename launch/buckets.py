@@ -1,0 +1,78 @@
+"""The shapes a step may have: every plan is padded up to one of them, so that graphs and compiled code are reused.
+
+Owns the sizes only. `Buckets` is a static fact of an engine; the scheduler pads with it and the device side captures
+one graph for each decode bucket.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+MIN_ROWS = 2  # a size of one would be specialised by the compiler
+TOKEN_STEP = 16
+MIN_SPAN = 16
+
+_DECODE_STEPS = ((64, 8), (256, 16))  # (up to, step)
+_TOKEN_STEPS = ((1024, TOKEN_STEP), (8192, 64))
+_COARSE_DECODE_STEP = 32
+_COARSE_TOKEN_STEP = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """decode: the numbers of decode rows a step may have, ascending; the last is the largest batch."""
+
+    decode: tuple[int, ...]
+
+    def decode_bucket(self, num_decode: int, *, mixed: bool = False) -> int:
+        """The rows of the decode group. A mixed step always has at least MIN_ROWS, filled with the trash row."""
+        if num_decode > self.decode[-1]:
+            raise ValueError(f"{num_decode} decode rows do not fit the largest bucket, {self.decode[-1]}")
+        bucket = self.decode[bisect_left(self.decode, num_decode)]
+        return max(bucket, MIN_ROWS) if mixed else bucket
+
+    def chunk_bucket(self, num_chunks: int) -> int:
+        """The rows of the chunk group: 0 in a pure decode step, else a power of two."""
+        return _power_of_two(num_chunks, MIN_ROWS) if num_chunks else 0
+
+    def token_bucket(self, decode_bucket: int, chunk_tokens: int) -> int:
+        """The packed tokens of a step: the decode bucket itself, or a multiple of TOKEN_STEP in a mixed step.
+
+        The steps grow with the size, so that the padding of a long step stays within a few percent.
+        """
+        tokens = decode_bucket + chunk_tokens
+        if not chunk_tokens:
+            return decode_bucket
+        step = next((step for up_to, step in _TOKEN_STEPS if tokens <= up_to), _COARSE_TOKEN_STEP)
+        return -(-tokens // step) * step
+
+    def span(self, longest_chunk: int) -> int:
+        """An upper bound of the longest chunk: a power of two, 0 without chunks."""
+        return _power_of_two(longest_chunk, MIN_SPAN) if longest_chunk else 0
+
+    def largest_tokens(self, max_num_batched_tokens: int) -> int:
+        """The largest token bucket that a step within this budget can have: what memory must be sized for."""
+        mixed = (
+            self.token_bucket(self.decode_bucket(num_decode, mixed=True), max_num_batched_tokens - num_decode)
+            for num_decode in range(min(self.decode[-1] + 1, max_num_batched_tokens))
+        )
+        return max(self.decode[-1], *mixed)
+
+
+def make_buckets(max_num_seqs: int, *, smallest: int = MIN_ROWS) -> Buckets:
+    """Decode buckets that reach exactly `max_num_seqs`. smallest=1 adds a bucket for a single sequence."""
+    if max_num_seqs < 1:
+        raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
+    if smallest not in (1, MIN_ROWS):
+        raise ValueError(f"smallest={smallest} must be 1 or {MIN_ROWS}")
+    sizes = [size for size in (1, 2, 4, 8) if size >= smallest]
+    while sizes[-1] < max_num_seqs:
+        step = next((step for up_to, step in _DECODE_STEPS if sizes[-1] < up_to), _COARSE_DECODE_STEP)
+        sizes.append(sizes[-1] + step)
+    largest = max(max_num_seqs, smallest)
+    return Buckets(decode=(*(size for size in sizes if size < largest), largest))
+
+
+def _power_of_two(value: int, smallest: int) -> int:
+    return max(smallest, 1 << (value - 1).bit_length())
