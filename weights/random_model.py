@@ -43,9 +43,9 @@ def write_random_model(
 ) -> None:
     """Writes a random model as a Hugging Face folder: weights, configs, byte-level tokenizer with a chat template.
 
-    One shard and the few tensors drawn ahead are in memory at a time. The EOS ids become the tokenizer's own. progress: told the bytes of each tensor.
-    Raises ValueError when the vocabulary has no room for the bytes and the special tokens (259 ids), and when the
-    folder already holds weights, unless overwrite.
+    One shard and the few tensors drawn ahead are in memory at a time. The EOS ids become the tokenizer's own. progress:
+    told the bytes of each tensor. Raises ValueError when the vocabulary has no room for the bytes and the special
+    tokens (259 ids), and when the folder already holds weights, unless overwrite.
     """
     tokenizer = byte_tokenizer(config.vocab_size)
     folder = Path(folder)
@@ -72,9 +72,7 @@ def byte_tokenizer(vocab_size: int = 259) -> Tokenizer:
     model shows which ids it chose.
     """
     if vocab_size < 256 + len(SPECIAL_TOKENS):
-        raise ValueError(
-            f"vocab_size={vocab_size} has no room for 256 bytes and {len(SPECIAL_TOKENS)} special tokens; use at least 259"
-        )
+        raise ValueError(f"vocab_size={vocab_size} has no room for 256 bytes and the special tokens; use at least 259")
     characters = _byte_characters()
     vocabulary = {character: byte for byte, character in enumerate(characters)}
     vocabulary |= {token: 256 + i for i, token in enumerate(SPECIAL_TOKENS)}
