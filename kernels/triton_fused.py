@@ -45,7 +45,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Ten
         eps,
         ADD=False,
         **constants,
-        **pdl_options(pdl),
+        **launch_options(pdl),
     )
     return out
 
@@ -73,7 +73,7 @@ def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, *, pdl: 
         eps,
         ADD=True,
         **constants,
-        **pdl_options(pdl),
+        **launch_options(pdl),
     )
     return total, normed
 
@@ -132,7 +132,7 @@ def qk_norm_rope_write(
         HALF=head_dim // 2,
         PADDED_HALF=half,
         num_warps=max(1, min(4, heads * half // 64)),
-        **pdl_options(pdl),
+        **launch_options(pdl),
     )
     return out_tnh
 
@@ -152,7 +152,7 @@ def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
         WIDTH=width,
         BLOCK=block,
         num_warps=max(1, min(4, block // 256)),
-        **pdl_options(pdl),
+        **launch_options(pdl),
     )
     return out
 
@@ -164,9 +164,9 @@ def heads_of_a_program(num_tokens: int, num_heads: int, num_kv_heads: int) -> in
     return min(most, 1 if total <= 2048 else 2 if total <= 8192 else 8)
 
 
-def pdl_options(pdl: bool) -> dict[str, Any]:
-    """The launch arguments of a kernel with a PDL flag; launch_pdl is unknown to the interpreter, so only if true."""
-    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+def launch_options(pdl: bool) -> dict[str, Any]:
+    """The launch arguments of a kernel with a PDL flag. Products and sums are not contracted: eager does not either."""
+    return {"PDL": pdl, "enable_fp_fusion": False} | ({"launch_pdl": True} if pdl else {})
 
 
 def _norm_shape(rows: int, size: int) -> tuple[dict[str, Any], tuple[int]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from funcllm.kernels.triton_fused import pdl_options
+from funcllm.kernels.triton_fused import launch_options
 
 _BLOCK = 1024
 _PROGRAMS = 1024  # wanted in all, over rows and splits of the vocabulary
@@ -61,11 +61,11 @@ def pick(
         LIBDEVICE=not interpreted,
         BLOCK=_BLOCK,
         num_warps=4,
-        **pdl_options(pdl),
+        **launch_options(pdl),
     )
     if splits > 1:
         _largest_kernel[(rows,)](
-            key_ls, key_l, splits, BLOCK=triton.next_power_of_2(splits), num_warps=1, **pdl_options(pdl)
+            key_ls, key_l, splits, BLOCK=triton.next_power_of_2(splits), num_warps=1, **launch_options(pdl)
         )
     return key_l
 

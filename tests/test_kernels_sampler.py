@@ -493,7 +493,7 @@ def test_threshold_compiles_whole_and_stays_equal() -> None:
 @compiled
 def test_interpreted() -> None:
     """Runs this file's kernel tests in a process where Triton interprets."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -1,0 +1,363 @@
+"""The fused elementwise ops against their references: in eager, compiled, under Triton's interpreter, and for sm_90."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+from funcllm.kernels import fused, reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting process of test_interpreted")
+compiled = pytest.mark.skipif(INTERPRETED, reason="runs in the process that does not interpret")
+
+if INTERPRETED:
+    from funcllm.kernels import interpret, triton_fused
+
+    interpret.repair()
+
+IMPLEMENTATIONS = [
+    pytest.param("op", id="op", marks=compiled),
+    pytest.param("triton", id="triton", marks=interpreted),
+]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+EPS = 1e-6
+
+
+def function(implementation: str, name: str) -> Callable[..., Any]:
+    return getattr(fused if implementation == "op" else triton_fused, name)
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(*shape, generator=generator) * 2).to(dtype)
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    """Equal up to a unit or two in the last place of the dtype: only the order of a sum may differ."""
+    assert ours.dtype == theirs.dtype
+    tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[ours.dtype]
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+# --- norms and activation --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (3, 100), (2, 1030), (5, 3, 16), (0, 8)], ids=str)
+def test_rms_norm(implementation: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, weight = values(*shape, dtype=dtype), values(shape[-1])
+    out = function(implementation, "rms_norm")(x, weight, EPS)
+    assert_close(out, reference.rms_norm(x, weight, EPS))
+    assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rms_norm_of_heads_inside_a_packed_tensor(implementation: str) -> None:
+    packed = values(5, 7 * 16)
+    heads_tnh = packed.view(5, 7, 16)[:, 2:5]
+    out = function(implementation, "rms_norm")(heads_tnh, values(16), EPS)
+    assert_close(out, reference.rms_norm(heads_tnh, values(16), EPS))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (3, 100), (9, 130)], ids=str)
+def test_add_rms_norm(implementation: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x, update = values(*shape, dtype=dtype), values(*shape, dtype=dtype, seed=1)
+    weight = values(shape[-1], dtype=dtype)
+    total, normed = function(implementation, "add_rms_norm")(x, update, weight, EPS)
+    expected_total, expected_normed = reference.add_rms_norm(x, update, weight, EPS)
+    assert torch.equal(total, expected_total)
+    assert_close(normed, expected_normed)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_add_rms_norm_reads_the_rounded_sum(implementation: str) -> None:
+    """1 + 2^-9 rounds to 1 in bfloat16, so the norm of a row of them is exactly the weight."""
+    x, update = torch.ones(1, 64).bfloat16(), torch.full((1, 64), 2.0**-9).bfloat16()
+    weight = torch.full((64,), 256.0)
+    total, normed = function(implementation, "add_rms_norm")(x, update, weight, EPS)
+    assert (total == 1).all()
+    assert (normed == 256).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 32), (3, 2 * 77), (2, 2, 2 * 1100), (0, 16)], ids=str)
+def test_silu_mul(implementation: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    gate_up = values(*shape, dtype=dtype)
+    out = function(implementation, "silu_mul")(gate_up)
+    assert_close(out, reference.silu_mul(gate_up))
+
+
+# --- q/k norm, rope, cache write -------------------------------------------------------------------------------------
+
+
+def qkv_inputs(tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int) -> list[Any]:
+    """Views of one packed qkv with rows wider than needed, angles, a poisoned cache and slots (the last one trash)."""
+    width = (heads + 2 * kv_heads) * head_dim
+    packed = values(tokens, width + 16, dtype=dtype)[:, :width]
+    q, k, v = packed.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=-1)
+    angle = values(tokens, head_dim // 2) * 10
+    caches = [torch.full((9, block_size, kv_heads, head_dim), float("nan"), dtype=dtype) for _ in range(2)]
+    slots = torch.randperm(8 * block_size, generator=torch.Generator().manual_seed(tokens))[:tokens] + block_size
+    slots[-1] = 0
+    return [
+        q.unflatten(-1, (heads, head_dim)),
+        k.unflatten(-1, (kv_heads, head_dim)),
+        v.unflatten(-1, (kv_heads, head_dim)),
+        values(head_dim),
+        values(head_dim, seed=1),
+        EPS,
+        angle.cos(),
+        angle.sin(),
+        *caches,
+        slots,
+    ]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "head_dim", "block_size", "dtype"),
+    [
+        (1, 4, 2, 16, 16, torch.float32),
+        (5, 6, 3, 64, 16, torch.bfloat16),
+        (3, 5, 1, 80, 7, torch.float32),
+        (3, 4, 4, 96, 1, torch.float16),
+        (2, 16, 8, 128, 32, torch.bfloat16),
+        (2, 2, 1, 256, 16, torch.float32),
+    ],
+)
+def test_qk_norm_rope_write(
+    implementation: str,
+    normed: bool,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+) -> None:
+    inputs = qkv_inputs(tokens, heads, kv_heads, head_dim, dtype, block_size)
+    none: Any = None if implementation == "triton" else ()
+    if not normed:
+        inputs[3:5] = (), ()
+    q, k_cache, v_cache = reference.qk_norm_rope_write(*inputs)
+    if not normed:
+        inputs[3:5] = none, none
+    before = inputs[0].clone()
+    result = function(implementation, "qk_norm_rope_write")(*inputs)
+    ours = result if implementation == "triton" else result[0]
+    assert_close(ours, q)
+    assert ours.is_contiguous()
+    assert torch.equal(inputs[0], before)
+    assert_close(*(torch.nan_to_num(x, nan=1000.0) for x in (inputs[8], k_cache)))
+    assert torch.equal(*(torch.nan_to_num(x, nan=1000.0) for x in (inputs[9], v_cache)))
+    assert torch.isnan(inputs[8]).any()
+    if implementation == "op":
+        assert result[1] is inputs[8]
+        assert result[2] is inputs[9]
+
+
+@interpreted
+@pytest.mark.parametrize("heads", [2, 8])
+def test_qk_norm_rope_write_with_several_heads_a_program(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = qkv_inputs(6, 12, 5, 8, torch.float32, 16)
+    q, k_cache, v_cache = reference.qk_norm_rope_write(*inputs)
+    monkeypatch.setattr(triton_fused, "heads_of_a_program", lambda *_: heads)
+    assert_close(triton_fused.qk_norm_rope_write(*inputs), q)
+    for ours, theirs in zip(inputs[8:10], (k_cache, v_cache)):
+        assert_close(*(torch.nan_to_num(x, nan=1000.0) for x in (ours, theirs)))
+
+
+# --- as ops ----------------------------------------------------------------------------------------------------------
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_head_logits_are_fp32_and_not_rounded_in_between(dtype: torch.dtype) -> None:
+    x, weight = values(3, 48, dtype=dtype), values(101, 48, dtype=dtype)
+    logits = fused.head_logits(x, weight)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, x.float() @ weight.float().T, rtol=1e-6, atol=1e-5)
+
+
+@compiled
+def test_head_logits_widen_a_narrow_weight_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    from funcllm.kernels import ops_fused
+
+    x, weight = values(2, 16, dtype=torch.bfloat16), values(37, 16, dtype=torch.bfloat16)
+    monkeypatch.setattr(ops_fused, "_CHUNK_ELEMENTS", 80)
+    torch.testing.assert_close(fused.head_logits(x, weight), x.float() @ weight.float().T, rtol=1e-6, atol=1e-5)
+
+
+def layer(
+    hidden: Tensor, update: Tensor, weights: dict[str, Tensor], angles: Tensor, caches: Any, slots: Tensor
+) -> Any:
+    """A stand-in for a layer that goes through every op."""
+    total, normed = fused.add_rms_norm(hidden, update, weights["norm"], EPS)
+    qkv = normed @ weights["qkv"].T
+    q, k, v = (x.unflatten(-1, (-1, 16)) for x in qkv.split([64, 32, 32], dim=-1))
+    q, k_cache, v_cache = fused.qk_norm_rope_write(
+        q, k, v, weights["head"], weights["head"], EPS, angles.cos(), angles.sin(), *caches, slots
+    )
+    out = fused.silu_mul(fused.rms_norm(q.flatten(1), weights["norm"], EPS))
+    logits = fused.head_logits(out, weights["out"])
+    heat = torch.zeros(logits.shape[0])
+    keys = torch.zeros(logits.shape[0], 2, dtype=torch.int64)
+    return total, fused.pick(logits, heat, keys, (), 0, logits.shape[1]), k_cache, v_cache
+
+
+def layer_inputs(tokens: int) -> list[Any]:
+    shapes = {"norm": (64,), "qkv": (128, 64), "head": (16,), "out": (50, 32)}
+    weights = {name: values(*shape) for name, shape in shapes.items()}
+    caches = [torch.zeros(9, 16, 2, 16) for _ in range(2)]
+    slots = torch.arange(tokens) + 16
+    return [values(tokens, 64), values(tokens, 64, seed=1), weights, values(tokens, 8), caches, slots]
+
+
+@compiled
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_ops_compile_whole_with_a_dynamic_token_count_and_write_the_caches(backend: str) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    fast = torch.compile(layer, fullgraph=True, backend=counter, dynamic=False)
+    for tokens in (16, 48, 32):
+        inputs, expected = layer_inputs(tokens), layer_inputs(tokens)
+        for x in (*inputs[:2], inputs[3], inputs[5]):
+            torch._dynamo.mark_dynamic(x, 0)
+        with torch.no_grad():
+            total, winner, k_cache, v_cache = fast(*inputs)
+            eager = layer(*expected)
+        torch.testing.assert_close((total, winner, k_cache, v_cache), eager)
+        assert k_cache.data_ptr() == inputs[4][0].data_ptr()
+        assert inputs[4][0].abs().sum() > 0
+        assert torch.equal(inputs[4][1], expected[4][1])
+    assert counter.frame_count == 1
+
+
+@compiled
+def test_ops_pass_torchs_own_checks() -> None:
+    x, weight = values(3, 32), values(32)
+    ops = torch.ops.funcllm
+    qkv = qkv_inputs(3, 4, 2, 16, torch.float32, 16)
+    qkv[8:10] = torch.zeros_like(qkv[8]), torch.zeros_like(qkv[9])
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.rms_norm.default, (x, weight, EPS), test_utils=checks)
+    torch.library.opcheck(ops.add_rms_norm.default, (x, x * 2, weight, EPS), test_utils=checks)
+    torch.library.opcheck(ops.silu_mul.default, (x,), test_utils=checks)
+    torch.library.opcheck(ops.qk_norm_rope_write.default, tuple(qkv), test_utils=checks)
+    torch.library.opcheck(ops.head_logits.default, (x, values(7, 32)), test_utils=checks)
+    keys = torch.zeros(3, 2, dtype=torch.int64)
+    torch.library.opcheck(ops.pick.default, (x, torch.ones(3), keys, None, 0, 32), test_utils=checks)
+
+
+CALLS: list[Any] = [
+    pytest.param(lambda x: fused.rms_norm(x, torch.ones(16), EPS), id="rms_norm"),
+    pytest.param(lambda x: fused.add_rms_norm(x, x, torch.ones(16), EPS)[1], id="add_rms_norm"),
+    pytest.param(fused.silu_mul, id="silu_mul"),
+    pytest.param(lambda x: fused.head_logits(x, torch.ones(5, 16)), id="head_logits"),
+]
+
+
+@compiled
+@pytest.mark.parametrize("call", CALLS)
+def test_kernels_refuse_transforms_and_gradients(call: Callable[[Tensor], Tensor]) -> None:
+    x = values(3, 16)
+    for transform in (
+        lambda: torch.func.grad(lambda y: call(y).sum())(x),
+        lambda: torch.func.jvp(call, (x,), (x,)),
+        lambda: torch.func.vmap(call)(x[None]),
+        lambda: call(x.clone().requires_grad_()),
+    ):
+        with pytest.raises(RuntimeError, match="REFERENCE"):
+            transform()
+    with torch.no_grad():
+        assert call(x.clone().requires_grad_()).isfinite().all()
+
+
+@compiled
+def test_a_norm_too_wide_is_refused() -> None:
+    from funcllm.kernels import triton_fused
+
+    with pytest.raises(ValueError, match="32769 values is above 32768"):
+        triton_fused._norm_shape(1, 32769)
+
+
+@compiled
+def test_programs_take_more_heads_as_tokens_grow() -> None:
+    from funcllm.kernels.triton_fused import heads_of_a_program
+
+    assert [heads_of_a_program(tokens, 16, 8) for tokens in (1, 64, 100, 256, 4096)] == [1, 1, 2, 2, 8]
+    assert heads_of_a_program(10**6, 2, 1) == 2
+
+
+# --- Triton without a GPU --------------------------------------------------------------------------------------------
+
+
+@compiled
+def test_interpreted() -> None:
+    """Runs this file's kernel tests in a process where Triton interprets."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def variants() -> list[Any]:
+    if INTERPRETED:
+        return []
+    pytest.importorskip("triton")
+    from funcllm.kernels import triton_fused, triton_sampler
+
+    return [pytest.param(*v, id=v[0]) for v in (*triton_fused.compile_variants(), *triton_sampler.compile_variants())]
+
+
+@compiled
+@pytest.mark.parametrize(("name", "kernel", "signature", "constants", "options"), variants())
+def test_kernel_compiles_for_sm_90_without_spills(
+    name: str,
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    options: dict[str, int],
+    tmp_path: Path,
+) -> None:
+    usage = resources(kernel, signature, constants, options, tmp_path)
+    assert usage["SHARED"] <= 232448, name
+    assert usage["STACK"] == usage["LOCAL"] == 0, name
+    assert 8 <= usage["REG"] <= 255, name
+
+
+def resources(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, int], folder: Path
+) -> dict[str, int]:
+    """Registers, stack, local and shared bytes of a kernel compiled for sm_90; pointers and sizes divide by 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(names.values()) if kind[0] in "*i"}
+    source = ASTSource(kernel, names, constexprs=constants, attrs=aligned)
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, **options})
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(binary.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+    return usage | {"SHARED": binary.metadata.shared}
