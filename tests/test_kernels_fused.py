@@ -218,7 +218,8 @@ def layer(
     logits = fused.head_logits(out, weights["out"])
     heat = torch.zeros(logits.shape[0])
     keys = torch.zeros(logits.shape[0], 2, dtype=torch.int64)
-    return total, fused.pick(logits, heat, keys, (), 0, logits.shape[1]), k_cache, v_cache
+    winner = fused.pick(logits, heat, keys, (), 0, logits.shape[1])
+    return total, reference.token_of(winner), k_cache, v_cache
 
 
 def layer_inputs(tokens: int) -> list[Any]:
