@@ -7,6 +7,7 @@ soon as `send` returns, and a slow worker never blocks rank 0. The end of the pe
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import select
@@ -79,10 +80,8 @@ class Channel:
             if self._closed:
                 return
             self._closed = True
-        try:
+        with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._socket.close()
 
     def _send_now(self, header: bytes, view: memoryview) -> int:
