@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from funcllm.group import SINGLE, Group
+from funcllm.qwen3 import param_specs
+from funcllm.record import Layers
+from funcllm.specs import (
+    ahead,
+    assemble,
+    fill,
+    init_params,
+    is_spec,
+    local_part_shape,
+    local_shape,
+    local_slices,
+    map_specs,
+    named,
+    nbytes,
+    spec_leaves,
+    specs_of,
+    whole,
+)
+from funcllm.types import Params, Part, Spec
+from tests.tiny import tiny_config
+
+
+def spec(name: str, shape: tuple[int, ...], **options: Any) -> Spec:
+    return Spec(parts=(Part(name=name, shape=shape, **options),))
+
+
+def counting(name: str, slices: tuple[slice, ...]) -> Tensor:
+    """A whole [20, 3] tensor of 0, 1, 2, ..., cut."""
+    return torch.arange(60.0).view(20, 3)[slices]
+
+
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+
+@given(size=st.integers(0, 40), shards=st.sampled_from([1, 2, 4, 8]), replicas=st.sampled_from([1, 2]))
+@settings(deadline=None, max_examples=60)
+def test_the_slices_of_all_ranks_are_the_whole_axis_once_a_shard(size, shards, replicas):
+    part = Part(name="w", shape=(3, size), axis=1, shards=shards)
+    tp = shards * replicas
+    slices = [local_slices(part, Group(rank, tp))[1] for rank in range(tp)]
+    covered = [i for s in slices[::replicas] for i in range(s.start, s.stop)]
+    assert covered == list(range(size))
+    assert all(slices[rank] == slices[rank - rank % replicas] for rank in range(tp))
+    widths = {local_part_shape(part, Group(rank, tp)) for rank in range(tp)}
+    assert widths == {(3, -(-size // shards))}
+
+
+def test_neighbours_hold_the_same_slice_when_there_are_fewer_shards_than_ranks():
+    part = Part(name="k", shape=(8, 5), axis=0, shards=2)
+    starts = [local_slices(part, Group(rank, 4))[0].start for rank in range(4)]
+    assert starts == [0, 0, 4, 4]
+
+
+def test_shards_that_do_not_go_over_the_ranks_are_refused():
+    with pytest.raises(ValueError, match="k: 3 shards do not go over 4 ranks"):
+        local_slices(Part(name="k", shape=(6,), axis=0, shards=3), Group(0, 4))
+    with pytest.raises(ValueError, match="k: 2 shards do not go over 1 ranks"):
+        local_slices(Part(name="k", shape=(6,), axis=0, shards=2), SINGLE)
+
+
+def test_parts_concatenate_or_stack():
+    parts = (Part(name="a", shape=(4, 3), axis=0, shards=2), Part(name="b", shape=(5, 3), axis=0, shards=2))
+    assert local_shape(Spec(parts=parts), Group(0, 2)) == (2 + 3, 3)
+    same = (parts[0], Part(name="c", shape=(4, 3), axis=0, shards=2))
+    assert local_shape(Spec(parts=same, stack=True), Group(0, 2)) == (2, 2, 3)
+    with pytest.raises(ValueError, match=r"parts do not stack: a \[2, 3\], b \[3, 3\]"):
+        local_shape(Spec(parts=parts, stack=True), Group(0, 2))
+    with pytest.raises(ValueError, match="parts do not concatenate"):
+        local_shape(Spec(parts=(parts[0], Part(name="d", shape=(4, 2)))), SINGLE)
+
+
+def test_map_keeps_the_structure_and_refuses_other_leaves():
+    tree = {"a": (spec("a", (2,)), ()), "b": [Params(spec("e", (3,)), (), spec("n", (4,)))]}
+    names = map_specs(lambda s: s.parts[0].name, tree)
+    assert names == {"a": ("a", ()), "b": [Params("e", (), "n")]}
+    assert [is_spec(leaf) for leaf in spec_leaves(tree)] == [True] * 3
+    with pytest.raises(ValueError, match=r"holds a int; its leaves must be Spec, absent ones \(\)"):
+        spec_leaves({"a": 3})
+
+
+def test_nbytes_counts_padding_and_own_dtypes():
+    tree = (spec("w", (5, 3), axis=0, shards=2), Spec(parts=(Part(name="i", shape=(7,)),), dtype=torch.int64))
+    assert nbytes(tree, Group(1, 2), torch.bfloat16) == 3 * 3 * 2 + 7 * 8
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_nbytes_are_the_bytes_of_the_parameters(tp):
+    config = tiny_config(vocab_size=199, o_bias=True, qkv_bias=True)
+    for rank in range(tp):
+        specs = param_specs(config, Layers(), Group(rank, tp))
+        params = init_params(specs, Group(rank, tp), dtype=torch.bfloat16)
+        held = sum(leaf.nbytes for leaf in torch.utils._pytree.tree_leaves(params))
+        assert nbytes(specs, Group(rank, tp), torch.bfloat16) == held
+
+
+# --- filling ---------------------------------------------------------------------------------------------------------
+
+
+def test_assemble_reads_this_ranks_slices_and_pads_the_last_with_zeros():
+    asked = []
+
+    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
+        asked.append((name, *((s.start, s.stop) for s in slices)))
+        return counting(name, slices)
+
+    parts = (Part(name="a", shape=(20, 3)), Part(name="b", shape=(20, 3), axis=0, shards=8))
+    seen = []
+    param = assemble({"w": Spec(parts=parts)}, read, Group(6, 8), dtype=torch.float64, progress=seen.append)["w"]
+    assert asked == [("a", (0, 20), (0, 3)), ("b", (18, 20), (0, 3))]
+    assert param.dtype == torch.float64
+    expected = torch.cat([torch.arange(60.0), torch.arange(54.0, 60.0), torch.zeros(3)]).view(23, 3)
+    assert torch.equal(param, expected.double())
+    assert seen == [23 * 3 * 8]
+    empty = assemble({"w": Spec(parts=parts)}, counting, Group(7, 8))["w"]
+    assert torch.equal(empty[20:], torch.zeros(3, 3))
+
+
+def test_assemble_shards_and_pads_the_second_axis():
+    part = Part(name="o", shape=(20, 3), axis=1, shards=2)
+    param = assemble(Spec(parts=(part,)), counting, Group(1, 2))
+    assert torch.equal(param, torch.stack([torch.arange(2.0, 60.0, 3), torch.zeros(20)], 1))
+
+
+def test_assemble_refuses_a_tensor_of_another_shape():
+    with pytest.raises(ValueError, match=r"w was read with shape \[20, 3\]; the model needs \[20, 4\]"):
+        assemble(spec("w", (20, 4)), counting)
+
+
+def test_parameters_work_with_autograd_even_when_made_in_inference_mode():
+    with torch.inference_mode():
+        params = init_params(param_specs(tiny_config()))
+    weight = params.layers[0].mlp.down_proj.weight
+    assert not weight.is_inference()
+    assert not weight.requires_grad
+    weight.requires_grad_()
+    (weight * 2).sum().backward()
+    assert torch.equal(weight.grad, torch.full_like(weight, 2.0))
+
+
+def test_named_gives_views_without_padding_under_checkpoint_names():
+    config = tiny_config(vocab_size=199)
+    group = Group(1, 2)
+    specs = param_specs(config, Layers(), group)
+    params = init_params(specs, group, seed=3)
+    whole_params = named(init_params(whole(specs), seed=3), whole(specs))
+    views = named(params, specs, group)
+    assert views.keys() == whole_params.keys()
+    assert torch.equal(views["model.embed_tokens.weight"], whole_params["model.embed_tokens.weight"][100:])
+    assert torch.equal(params.embed_tokens.weight[99], torch.zeros(64))
+    up = whole_params["model.layers.1.mlp.up_proj.weight"][48:]
+    assert torch.equal(views["model.layers.1.mlp.up_proj.weight"], up)
+    assert torch.equal(params.layers[1].mlp.gate_up_proj.weight[48:], up)
+    views["model.layers.1.mlp.up_proj.weight"].zero_()
+    assert params.layers[1].mlp.gate_up_proj.weight[48:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_seed_gives_the_same_whole_tensors_at_every_tp(tp):
+    config = tiny_config(vocab_size=199, qkv_bias=True)
+    specs = param_specs(config)
+    single = named(init_params(specs, seed=5), specs)
+    parts = {part.name: part for s in spec_leaves(param_specs(config, Layers(), Group(0, tp))) for part in s.parts}
+    for rank in range(tp):
+        group = Group(rank, tp)
+        rank_specs = param_specs(config, Layers(), group)
+        for name, view in named(init_params(rank_specs, group, seed=5), rank_specs, group).items():
+            assert torch.equal(view, single[name][local_slices(parts[name], group)]), name
+
+
+def test_random_values_have_the_spread_of_their_kind():
+    specs = param_specs(tiny_config("Qwen2ForCausalLM"))
+    params = init_params(specs, seed=1, std=0.1)
+    assert params.embed_tokens.weight.std().item() == pytest.approx(0.1, rel=0.05)
+    assert torch.equal(params.norm.weight, torch.ones(64))
+    assert torch.equal(params.layers[0].self_attn.qkv_proj.bias, torch.zeros(128))
+    other = init_params(specs, seed=2, std=0.1)
+    assert not torch.equal(params.embed_tokens.weight, other.embed_tokens.weight)
+    first, second = (params.layers[i].mlp.down_proj.weight for i in (0, 1))
+    assert not torch.equal(first, second)
+
+
+def test_an_own_init_is_used_for_each_part():
+    def ramp(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return torch.arange(6.0).view(shape)
+
+    parts = tuple(Part(name=name, shape=(3, 2), axis=0, shards=3) for name in "ab")
+    param = init_params(Spec(parts=parts, init=ramp, stack=True), Group(1, 3))
+    assert param.tolist() == [[[2.0, 3.0]], [[2.0, 3.0]]]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_fill_writes_whole_tensors_in_place_in_any_order(tp):
+    config = tiny_config(vocab_size=199, tie_word_embeddings=True)
+    new = named(init_params(param_specs(config), seed=8), param_specs(config))
+    for rank in range(tp):
+        group = Group(rank, tp)
+        specs = param_specs(config, Layers(), group)
+        params = init_params(specs, group, seed=7)
+        addresses = [leaf.data_ptr() for leaf in torch.utils._pytree.tree_leaves(params)]
+        items = [*reversed(new.items()), ("unknown.weight", torch.zeros(1))]
+        assert fill(params, specs, items, group) == set(new)
+        leaves = torch.utils._pytree.tree_leaves(params)
+        assert [leaf.data_ptr() for leaf in leaves] == addresses
+        expected = torch.utils._pytree.tree_leaves(init_params(specs, group, seed=8))
+        assert all(torch.equal(leaf, other) for leaf, other in zip(leaves, expected))
+
+
+def test_fill_refuses_another_shape():
+    specs = spec("w", (4, 2), axis=0, shards=2)
+    param = torch.zeros(2, 2)
+    with pytest.raises(ValueError, match=r"w has shape \[2, 2\]; the model needs \[4, 2\]"):
+        fill(param, specs, [("w", torch.ones(2, 2))], Group(0, 2))
+    assert param.count_nonzero() == 0
+
+
+def test_ahead_keeps_the_order_and_passes_errors_on():
+    assert list(ahead(lambda x: x * x, range(20), workers=3)) == [x * x for x in range(20)]
+    results = ahead(lambda x: 1 // x, [2, 1, 0, 5], workers=2)
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+
+
+# --- modules ---------------------------------------------------------------------------------------------------------
+
+
+def test_specs_of_a_module_go_into_functional_call():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    specs = specs_of(module, "layers.1.mlp")
+    assert specs["0.weight"].parts == (Part(name="layers.1.mlp.0.weight", shape=(6, 4)),)
+    assert specs["1.num_batches_tracked"].dtype == torch.int64
+    params = init_params(specs, Group(1, 2), dtype=torch.float64)
+    assert params["1.num_batches_tracked"].dtype == torch.int64
+    x = torch.randn(3, 4)
+    y = torch.func.functional_call(module.double().eval(), params, x.double())
+    assert torch.equal(y, module(x.double()))
