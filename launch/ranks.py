@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import itertools
 import json
 import os
 import secrets
@@ -47,13 +48,15 @@ Words = npt.NDArray[np.int32]
 
 _REPORT_GRACE = 0.25  # seconds in which further reports may name the true cause of a death
 _CALL_GRACE = 5.0  # seconds a call may go on after it raised on another rank
+_INTERRUPT_GRACE = 3.0  # seconds in which Ctrl-C must get rank 0 out of a step, before the other ranks are ended
 _VERDICT_GRACE = 3.0  # seconds that a failing collective waits for the monitor to name the dead rank
 _EXIT_GRACE = 2.5  # seconds that the caller has to notice a death before the command line ends the process
 _CLOSE_GRACE = 20.0  # seconds that a worker has to end by itself when closed
 _ORPHAN_GRACE = 2.0  # seconds that a worker has to end by itself when rank 0 is gone
 _JOIN_TIMEOUT = 120.0  # seconds in which all ranks, once alive, must meet in the process group
 
-_engines = iter(range(1 << 62))
+_engines = itertools.count()
+_guards = itertools.count()
 
 
 class Runtime(Protocol):
@@ -135,7 +138,7 @@ class Ranks:
         self.group: Group = SINGLE
         self._team = team
         self._closed = False
-        self._finalizer = weakref.finalize(self, _close_team, team)
+        self._finalizer = weakref.finalize(self, team.shut, None, _ORPHAN_GRACE)
 
     @property
     def failure(self) -> str | None:
@@ -204,6 +207,7 @@ class Ranks:
         An interrupt (Ctrl-C) in here ends the ranks, as they are no longer in step; close or leave the engine then.
         """
         self.check()
+        outer, self._team.guarding = self._team.guarding, next(_guards)
         try:
             yield
         except EngineError:
@@ -218,21 +222,26 @@ class Ranks:
             if self.tp > 1:
                 self._team.end("interrupted in the middle of a step", quietly=True)
             raise
+        finally:
+            self._team.guarding = outer
         self._team.check()
 
-    def close(self) -> None:
-        """Ends all ranks and waits for them. May be called at any time and more than once."""
+    def close(self, grace: float = _CLOSE_GRACE) -> None:
+        """Ends all ranks and waits for them; kills those that do not end within `grace` seconds.
+
+        May be called at any time and more than once.
+        """
         if self._closed:
             return
         self._closed = True
         self._finalizer.detach()
-        _close_team(self._team, getattr(self, "runtime", None))
+        self._team.shut(getattr(self, "runtime", None), grace)
 
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(grace=_CLOSE_GRACE if kind is None else _ORPHAN_GRACE)
 
     def _send(self, kind: Kind, body: bytes | memoryview) -> None:
         try:
@@ -277,6 +286,8 @@ class _Team:
         self.process_group: dist.ProcessGroup | None = None
         self.failure: str | None = None
         self.in_call = False
+        self.guarding: int | None = None  # the guard that rank 0 is in
+        self._interrupted: tuple[float, int] | None = None  # until when to wait, for which guard to end
         self._call_deadline: float | None = None
         self._exit_on_death = exit_on_death
         self._changed = threading.Condition()
@@ -284,6 +295,7 @@ class _Team:
         self._closing = False
         self._monitor: threading.Thread | None = None
         self._wake_read, self._wake_write = socket.socketpair()
+        self._hears_signals = False
         self._threads: int | None = None
         self.store: Any = None
 
@@ -297,6 +309,24 @@ class _Team:
         """Starts the monitor over the present workers."""
         self._monitor = threading.Thread(target=self._run_monitor, name="rank monitor", daemon=True)
         self._monitor.start()
+        self._hear_signals()
+
+    def _hear_signals(self) -> None:
+        """Lets the monitor know of Ctrl-C: while rank 0 waits in a collective, Python cannot act on it."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._wake_write.setblocking(False)
+        previous = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        if previous != -1:
+            signal.set_wakeup_fd(previous)
+        else:
+            self._hears_signals = True
+
+    def _forget_signals(self) -> None:
+        if self._hears_signals and threading.current_thread() is threading.main_thread():
+            previous = signal.set_wakeup_fd(-1)
+            if previous != self._wake_write.fileno():
+                signal.set_wakeup_fd(previous)
 
     def told(self) -> str:
         """The reason of the end, for an EngineError that reaches the caller."""
@@ -337,7 +367,7 @@ class _Team:
         if self.process_group is not None:
             threading.Thread(target=_abort, args=(self.process_group,), name="abort", daemon=True).start()
 
-    def shut(self, runtime: Runtime | None) -> None:
+    def shut(self, runtime: Runtime | None, grace: float) -> None:
         """Ends the workers, in order while all is well, and frees what this process holds."""
         with self._changed:
             if self._closing:
@@ -357,13 +387,14 @@ class _Team:
         finally:
             if well:
                 _leave(self.process_group)
-            deadline = time.monotonic() + (_CLOSE_GRACE if well else 0.0)
+            deadline = time.monotonic() + (grace if well else 0.0)
             for worker in self.workers:
                 _reap(worker, deadline)
             if not well and self.process_group is not None:
                 _abort(self.process_group)
             self.process_group = None
             self.store = None
+            self._forget_signals()
             self._wake_read.close()
             self._wake_write.close()
             if self._threads is not None:
@@ -394,11 +425,14 @@ class _Team:
         reports: list[tuple[int, str]] = []  # (precedence, text)
         decide_at: float | None = None
         while not self._closing and self.failure is None:
-            deadlines = [at for at in (decide_at, self._call_deadline) if at is not None]
+            interrupt_at = self._interrupted[0] if self._interrupted else None
+            deadlines = [at for at in (decide_at, self._call_deadline, interrupt_at) if at is not None]
             timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
             for key, _ in selector.select(timeout):
                 if key.data is None:
-                    self._wake_read.recv(4096)
+                    woken = self._wake_read.recv(4096)
+                    if signal.SIGINT in woken and self.guarding is not None:
+                        self._interrupted = (time.monotonic() + _INTERRUPT_GRACE, self.guarding)
                     continue
                 report = self._take(*key.data)
                 if report is not None:
@@ -412,6 +446,11 @@ class _Team:
                 if self.in_call:
                     reports.append((0, self._call_error()))
                     decide_at = now
+            if self._interrupted is not None and now >= self._interrupted[0]:
+                if self.guarding == self._interrupted[1]:
+                    reports.append((0, "interrupted while rank 0 waited for another rank"))
+                    decide_at = now
+                self._interrupted = None
             if decide_at is not None and now >= decide_at and not self._closing:
                 self.end(min(reports)[1])
                 self._exit_unless_noticed()
@@ -519,10 +558,6 @@ def _spawn(rank: int, tp: int) -> _Worker:
     return _Worker(rank, own, process, crash)
 
 
-def _close_team(team: _Team, runtime: Runtime | None = None) -> None:
-    team.shut(runtime)
-
-
 def _kill(worker: _Worker) -> None:
     """Ends a worker and the processes that it started."""
     if worker.process is None:
@@ -566,7 +601,7 @@ def _describe_exit(worker: _Worker) -> tuple[int, str]:
 
 
 def _describe_death(worker: _Worker) -> tuple[int, str]:
-    """Precedence and text: a signal first, it is a cause; an exit without a word last, its message may be on its way."""
+    """Precedence and text: a signal comes first, it is a cause; an exit late, as its report may be on its way."""
     assert worker.process is not None
     code = worker.process.wait()
     if code >= 0:
