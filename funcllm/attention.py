@@ -1,7 +1,8 @@
 """The paged cache, and attention over it.
 
 The cache of a layer is two tensors [blocks, block_size, kv_heads, head_dim]; block 0 is trash. It is donated: what a
-call returns is the cache from then on. A sequence's position i lives in slot i % block_size of block_table[i // block_size].
+call returns is the cache from then on. A sequence's position i lives in slot i % block_size of block_table[i //
+block_size].
 """
 
 from __future__ import annotations

@@ -17,17 +17,13 @@ from funcllm.sites import active, describe, site
 from funcllm.types import AttentionParams, Component, Context, LayerCache, LayerParams, PyTree, Stream
 
 
-def pre_norm_block(
-    stream: Stream, params: LayerParams, cache: PyTree, context: Context, /
-) -> tuple[Stream, PyTree]:
+def pre_norm_block(stream: Stream, params: LayerParams, cache: PyTree, context: Context, /) -> tuple[Stream, PyTree]:
     """x += attention(norm(x)); x += mlp(norm(x))."""
     stream, cache = attention_half(stream, params, cache, context)
     return mlp_half(stream, params, context), cache
 
 
-def attention_half(
-    stream: Stream, params: LayerParams, cache: PyTree, context: Context, /
-) -> tuple[Stream, PyTree]:
+def attention_half(stream: Stream, params: LayerParams, cache: PyTree, context: Context, /) -> tuple[Stream, PyTree]:
     """Norm, projections, per-head norm, rotary embedding, attention over the cache, output projection."""
     x_td, normed_td = settle(stream, params.input_layernorm, "residual_pre", context)
     heads_tnh, cache = heads_of(normed_td, params.self_attn, cache, context)
@@ -72,7 +68,9 @@ def heads_of(x_td: Tensor, params: AttentionParams, cache: PyTree, context: Cont
     """From the normed stream to the heads' outputs [t, n, h], by the fused write where it fits."""
     q_tnh, k_tkh, v_tkh = project_qkv(x_td, params, context)
     if fusion.fits(fusion.QK_NORM_ROPE_WRITE, context) and isinstance(cache, LayerCache):
-        q_weight_h, k_weight_h = (p if isinstance(p, tuple) and not p else p.weight for p in (params.q_norm, params.k_norm))
+        q_weight_h, k_weight_h = (
+            p if isinstance(p, tuple) and not p else p.weight for p in (params.q_norm, params.k_norm)
+        )
         q_tnh, *caches = context.kernels.qk_norm_rope_write(
             q_tnh,
             k_tkh,

@@ -1,9 +1,9 @@
 """The only torch.compile and the only CUDA graph.
 
-A compilation unit is the embedding, one decoder layer, or head and sampler; weights, cache and inputs are its arguments,
-so that every layer with the same functions runs one compiled function. Token and row counts are dynamic, everything else
-is static: a unit has one variant for each batch class (pure decode or mixed, filtered or not). A decode step is captured
-whole, one graph a bucket.
+A compilation unit is the embedding, one decoder layer, or head and sampler; weights, cache and inputs are its
+arguments, so that every layer with the same functions runs one compiled function. Token and row counts are dynamic,
+everything else is static: a unit has one variant for each batch class (pure decode or mixed, filtered or not). A decode
+step is captured whole, one graph a bucket.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ OPTIONS: dict[str, Any] = {
 def compile_unit(unit: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The unit, compiled at its first call of each batch class.
 
-    In that call, counts that differ in meaning (tokens, decode rows, chunk rows, span) must differ in value and exceed 1,
-    or the compiler takes them for one. Each unit gets a code object of its own: functions that share one share its
+    In that call, counts that differ in meaning (tokens, decode rows, chunk rows, span) must differ in value and exceed
+    1, or the compiler takes them for one. Each unit gets a code object of its own: functions that share one share its
     compiled variants, and on torch 2.11 run each other's.
     """
 

@@ -1,9 +1,9 @@
 """Which fused block may stand for which layer functions, and under which limits.
 
 Each half of a layer is the first fitting entry of a short list, most fused first; the last is the plain composition. An
-entry names the layer functions that must be the defaults and the sites it swallows: replace one of them, or touch such a
-site, and exactly the entries that contain it fall away, in that layer only. A fused block rounds where the composition
-rounds, and is tested against it.
+entry names the layer functions that must be the defaults and the sites it swallows: replace one of them, or touch such
+a site, and exactly the entries that contain it fall away, in that layer only. A fused block rounds where the
+composition rounds, and is tested against it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from funcllm.group import Group, all_reduce
-from funcllm.specs import local_shape
+from funcllm.specs import part_views, spec_leaves
 from funcllm.types import Part, PyTree, Spec
 
 
@@ -21,19 +21,15 @@ def sync_grads(grads: PyTree, specs: PyTree, group: Group) -> PyTree:
     if group.size == 1:
         return grads
     leaves, structure = pytree.tree_flatten(grads)
-    spec_leaves = [s for s in pytree.tree_leaves(specs, is_leaf=lambda s: isinstance(s, Spec)) if isinstance(s, Spec)]
-    if len(leaves) != len(spec_leaves):
-        raise ValueError(f"{len(leaves)} gradients for {len(spec_leaves)} parameters; both trees must be of this rank")
-    return pytree.tree_unflatten([_finish(g, s, group) for g, s in zip(leaves, spec_leaves)], structure)
+    leaf_specs = spec_leaves(specs)
+    if len(leaves) != len(leaf_specs):
+        raise ValueError(f"{len(leaves)} gradients for {len(leaf_specs)} parameters; both trees must be of this rank")
+    return pytree.tree_unflatten([_finish(g, s, group) for g, s in zip(leaves, leaf_specs)], structure)
 
 
 def _finish(grad: Tensor, spec: Spec, group: Group) -> Tensor:
-    if spec.stack:
-        pieces = [_sum_holders(piece, part, group) for piece, part in zip(grad, spec.parts)]
-        return torch.stack(pieces) / group.size
-    sizes = [local_shape(Spec(parts=(part,)), group)[0] if part.shape else 1 for part in spec.parts]
-    pieces = [_sum_holders(piece, part, group) for piece, part in zip(grad.split(sizes), spec.parts)]
-    return torch.cat(pieces) / group.size
+    summed = [_sum_holders(piece, part, group) for part, piece in part_views(spec, grad, group)]
+    return (torch.stack(summed) if spec.stack else torch.cat(summed)) / group.size
 
 
 def _sum_holders(grad: Tensor, part: Part, group: Group) -> Tensor:

@@ -75,7 +75,7 @@ def with_windows(layers: Layers, config: ModelConfig) -> Layers:
     return layers.at(default, attention=functools.partial(attention.paged_attention, window=config.sliding_window))
 
 
-# --- parameters: one table ---------------------------------------------------------------------------------------------
+# --- parameters: one table --------------------------------------------------------------------------------------------
 
 
 def param_specs(config: ModelConfig, layers: Layers = Layers(), group: Group = SINGLE) -> Params:
@@ -105,7 +105,11 @@ def _layer_specs(index: int, config: ModelConfig, layer: Layers, group: Group) -
 
     specs = LayerParams(
         input_layernorm=_node(
-            layer.norm, NormParams(_norm_spec(f"{prefix}.input_layernorm", d)), config, group, f"layers.{index}.input_layernorm"
+            layer.norm,
+            NormParams(_norm_spec(f"{prefix}.input_layernorm", d)),
+            config,
+            group,
+            f"layers.{index}.input_layernorm",
         ),
         self_attn=AttentionParams(
             qkv_proj=_column(f"{prefix}.self_attn", qkv, d, config.qkv_bias),
@@ -164,9 +168,7 @@ def _row(name: str, shape: tuple[int, int], group: Group, bias: bool) -> LinearP
     """A row-parallel dense layer; its bias is rank 0's, for it must be added once."""
     owned = bias and group.rank == 0
     bias_part = Part(name=f"{name}.bias", shape=shape[:1], owner=0 if group.size > 1 else None)
-    return LinearParams(
-        _spec(f"{name}.weight", shape, 1, group.size), Spec(parts=(bias_part,)) if owned else ()
-    )
+    return LinearParams(_spec(f"{name}.weight", shape, 1, group.size), Spec(parts=(bias_part,)) if owned else ())
 
 
 def _node(fn: Any, default: PyTree, config: ModelConfig, group: Group, place: str) -> PyTree:
@@ -175,7 +177,7 @@ def _node(fn: Any, default: PyTree, config: ModelConfig, group: Group, place: st
     return default
 
 
-# --- any architecture: hidden, head, step, logits ----------------------------------------------------------------------
+# --- any architecture: hidden, head, step, logits ---------------------------------------------------------------------
 
 
 def build(

@@ -1,7 +1,8 @@
 """`Layers`: the record of functions that an experiment may replace. Hashable; part of every compilation and graph key.
 
-`Layers(mlp=my_mlp)` replaces a function in every layer, `Layers().at(range(3, 8), mlp=my_mlp)` in some; `.edit(site, fn)`
-and `.capture(site)` touch what passes a site; `.extra(...)` declares a per-request value. Each returns a new record.
+`Layers(mlp=my_mlp)` replaces a function in every layer, `Layers().at(range(3, 8), mlp=my_mlp)` in some; `.edit(site,
+fn)` and `.capture(site)` touch what passes a site; `.extra(...)` declares a per-request value. Each returns a new
+record.
 """
 
 from __future__ import annotations

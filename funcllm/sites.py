@@ -1,8 +1,8 @@
 """Sites: named places in a model where an experiment reads or changes what passes.
 
-`x = site("residual_mid", x, context)` applies this layer's edits of that name, then records `x[capture_tokens_k]` if the
-name is captured; with neither, it is x. Full names carry the layer: layers.3.residual_mid; inside a layer the name is
-local. At tensor-parallel sizes above 1, the sites of heads and of mlp.hidden see this rank's share.
+`x = site("residual_mid", x, context)` applies this layer's edits of that name, then records `x[capture_tokens_k]` if
+the name is captured; with neither, it is x. Full names carry the layer: layers.3.residual_mid; inside a layer the name
+is local. At tensor-parallel sizes above 1, the sites of heads and of mlp.hidden see this rank's share.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A step is `inputs = inputs_of(state, ...)`, `outputs, cache = model.step(params, cache, inputs)`,
 `state, outputs = advance(state, inputs, outputs)`: sampled tokens go into the state on the device, so the next step can
-be launched before the host has read them. Row 0 is the trash row: dead rows and padding act as it, and it never changes.
+be launched before the host has read them. Row 0 is the trash row: dead rows and padding act as it, and it never
+changes.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ def inputs_of(
     """The inputs of a step over these state rows, made on the device.
 
     Decode rows get one query each, chunk rows chunk_lens_c; both are padded with row 0. num_tokens: packed tokens with
-    padding, at least the decode rows and all chunks; span: at least the longest chunk. filtered: whether any row narrows
-    its choice of tokens; capturing: whether sites record (the tokens whose logits are taken).
+    padding, at least the decode rows and all chunks; span: at least the longest chunk. filtered: whether any row
+    narrows its choice of tokens; capturing: whether sites record (the tokens whose logits are taken).
     """
     rows_b = _live(state, decode_rows_b)
     num_decode = rows_b.shape[0]

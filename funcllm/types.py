@@ -329,9 +329,7 @@ class NormFn(Protocol):
 class QKFn(Protocol):
     """Queries and keys in, the same shapes out: the per-head norm, then the rotary embedding. params: self_attn."""
 
-    def __call__(
-        self, q_tnh: Tensor, k_tkh: Tensor, params: PyTree, context: Context, /
-    ) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, q_tnh: Tensor, k_tkh: Tensor, params: PyTree, context: Context, /) -> tuple[Tensor, Tensor]: ...
 
 
 class AttentionFn(Protocol):

@@ -1,0 +1,733 @@
+"""The engine: a model on all its ranks, a scheduler and a loop, behind one Python object.
+
+Owns the requests of its caller from submission to output. Everything below is functions or has one owner: `ranks` the
+processes, `runner` one rank's tensors, `scheduler` rows and blocks, `loop` the steps under way. One thread drives it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funcllm.config import ModelConfig, validate_tp
+from funcllm.launch.buckets import make_buckets
+from funcllm.launch.errors import EngineError
+from funcllm.launch.loop import Loop
+from funcllm.launch.plan import Ints, Plan
+from funcllm.launch.progress import GenerateProgress
+from funcllm.launch.ranks import Ranks, start_ranks
+from funcllm.launch.request import Request, SamplingParams, prefix_tag, resolve
+from funcllm.launch.ring import Handle, Outputs
+from funcllm.launch.runner import Runner, RunnerMethod, RunOptions, build_runtime
+from funcllm.launch.scheduler import Event, Scheduler
+from funcllm.launch.text import TextStream
+from funcllm.launch.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, wrap_tokenizer
+from funcllm.qwen3 import qwen3
+from funcllm.record import Layers
+from funcllm.specs import named, whole
+from funcllm.types import Component, Extra, Model, PyTree
+from funcllm.weights.hub import resolve as resolve_model
+
+log = logging.getLogger("funcllm")
+
+Prompt = str | Sequence[int]
+
+_UPDATE_BYTES = 256 << 20  # of weights sent to the ranks at a time
+
+
+class Delta(NamedTuple):
+    """What a stream gives: new text and ids, and at the end why it ended."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What became of a prompt. finish_reason: "stop", "length", "abort", or "error" with `error` saying why.
+
+    token_ids holds the stop id that ended it; the text leaves special tokens out. cached_tokens: of the prompt, found
+    in the prefix cache. captured: site -> [token, ...], what captured sites saw at the token before each generated one.
+    """
+
+    index: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    cached_tokens: int = 0
+    error: str | None = None
+    weight_version: int = 0
+    captured: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Engine:
+    """Generates text with a model at any tensor-parallel size. A context manager; close it when done.
+
+    model: a Hugging Face folder, a Hub id, or None for the bundled demo. Or in memory: `config` with `params` (the tree
+    of `param_specs(config)`) or with random_weights=True, and `tokenizer` (ours or a transformers one) if text is
+    wanted. device: "cpu" or "cuda" (default: cuda where there is one). dtype: default float32 on CPU; on GPU the
+    checkpoint's, bfloat16 where that is float32 or unknown. layers: the functions in use. eager: neither compile nor
+    fuse. compile, graphs, fusion: single stages (default: all on GPU, none on CPU); graphs=False runs the same kernels
+    uncaptured. kv_blocks: the size of the KV pool, 0 or None: by memory. depth: steps launched ahead of the one that is
+    read. Raises ValueError for what cannot be served, EngineError when a rank fails.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        tp: int = 1,
+        device: str | None = None,
+        dtype: str | torch.dtype | None = None,
+        layers: Layers = Layers(),
+        eager: bool = False,
+        compile: bool | None = None,
+        graphs: bool = True,
+        fusion: bool = True,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int | None = None,
+        kv_blocks: int | None = None,
+        block_size: int | None = None,
+        gpu_memory_fraction: float = 0.9,
+        depth: int = 1,
+        prefix_caching: bool = True,
+        seed: int | None = None,
+        params: PyTree | None = None,
+        config: ModelConfig | None = None,
+        tokenizer: Any = None,
+        random_weights: bool = False,
+        builder: Callable[..., Model] = qwen3,
+        progress: bool = False,
+        exit_on_death: bool = False,
+        debug: bool = False,
+    ) -> None:
+        started = time.perf_counter()
+        self._closed = False
+        on_gpu = _device_type(device) == "cuda"
+        folder = None if config is not None else resolve_model(model)
+        if folder is None and params is None and not random_weights:
+            raise ValueError("config= alone has no weights; give params= too, or random_weights=True, or model=")
+        self.config = config if config is not None else ModelConfig.from_pretrained(resolve_model(model))
+        validate_tp(self.config, tp)
+        self.tokenizer = _tokenizer(tokenizer, folder)
+        self.layers = layers
+        self._single = builder(self.config, layers)
+        chosen = _dtype(dtype, self.config, on_gpu)
+        block_size = block_size or _block_size(on_gpu, self.config, chosen)
+        max_model_len = _max_model_len(max_model_len, self.config)
+        max_num_batched_tokens = max_num_batched_tokens or (8192 if on_gpu else 1024)
+        _check_positive(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, block_size=block_size)
+        if max_num_batched_tokens < max_num_seqs:
+            max_num_batched_tokens = max_num_seqs
+        self.options = RunOptions(
+            config=self.config,
+            source=self._source(folder, params, seed or 0),
+            dtype=chosen,
+            layers=layers,
+            builder=builder,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            buckets=make_buckets(max_num_seqs),
+            block_size=block_size,
+            kv_blocks=kv_blocks or 0,
+            gpu_memory_fraction=gpu_memory_fraction,
+            depth=depth,
+            compile=not eager and (on_gpu if compile is None else compile),
+            graphs=graphs and not eager and on_gpu,
+            fusion=fusion and not eager,
+            progress=progress,
+        )
+        self.notes: list[str] = []
+        self._ranks: Ranks = start_ranks(
+            tp, build_runtime, self.options, device=_device_type(device), exit_on_death=exit_on_death
+        )
+        runner: Runner = self._ranks.runtime  # type: ignore[assignment]
+        self.num_blocks, self.block_size = runner.num_blocks, block_size
+        prefix_caching = prefix_caching and self._can_cache_prefixes()
+        self._scheduler = Scheduler(
+            num_blocks=self.num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            table_width=self.options.table_width,
+            buckets=self.options.buckets,
+            prefix_caching=prefix_caching,
+            vocab_size=self.config.vocab_size,
+            check=debug,
+        )
+        if self._scheduler.length_limit < max_model_len:
+            self._note(
+                f"the KV pool of {self.num_blocks} blocks x {block_size} tokens holds sequences of up to "
+                f"{self._scheduler.length_limit} tokens, not max_model_len={max_model_len}"
+            )
+        self._executor = _Executor(self._ranks, self._scheduler)
+        self._loop = Loop(self._scheduler, self._executor, depth=depth)
+        self._seed = seed
+        self._ids = iter(range(1 << 62))
+        self._requests: dict[int, _Progress] = {}
+        self._just_ended: list[int] = []
+        self._layers_version = self.weight_version = 0
+        self.timings = {**runner.timings, "start": time.perf_counter() - started}
+
+    # --- generation ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Output]:
+        """Outputs in the order of the prompts. A prompt is a string or a list of token ids.
+
+        sampling: one for all, or one for each; default: the model's own, 16 tokens. A single prompt that cannot be
+        served raises ValueError; in a list it fails alone, as an Output with `error`. Raises EngineError when a rank
+        fails; an interrupt ends what this call has submitted.
+        """
+        batch, is_single = _batch(prompts)
+        params = _sampling_list(sampling, len(batch))
+        results: dict[int, Output] = {}
+        pending: dict[int, int] = {}
+        try:
+            for index, (prompt, one) in enumerate(zip(batch, params)):
+                try:
+                    pending[self.submit(prompt, one)] = index
+                except ValueError as error:
+                    if is_single:
+                        raise
+                    results[index] = _refused(index, prompt, str(error))
+            with GenerateProgress(len(pending), self._scheduler.stats, enabled=progress) as bar:
+                while pending:
+                    for request_id in self._step():
+                        if request_id in pending:
+                            index = pending.pop(request_id)
+                            results[index] = self._take(request_id, index)
+                    bar.update(len(pending))
+        finally:
+            for request_id in pending:
+                self.abort(request_id)
+                self._requests.pop(request_id, None)
+        return [results[index] for index in range(len(batch))]
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Delta]:
+        """Yields the text of one prompt as it comes; the pieces joined are the text that `generate` gives.
+
+        The request is submitted at once, so ValueError comes from the call itself. Closing the iterator aborts it.
+        Requests submitted elsewhere go on meanwhile.
+        """
+        request_id = self.submit(prompt, sampling, stream=True)
+        return self._deltas(request_id)
+
+    def submit(self, prompt: Prompt, sampling: SamplingParams | None = None, *, stream: bool = False) -> int:
+        """Queues a prompt and returns the request's id; `step` moves it on, `outputs` and `abort` take the id.
+
+        Raises ValueError when it can never be served.
+        """
+        self._check_open()
+        params = sampling if sampling is not None else SamplingParams()
+        token_ids = self._encode(prompt)
+        request_id = next(self._ids)
+        detokenize = params.detokenize and self.tokenizer is not None
+        if params.stop and not detokenize:
+            raise ValueError(f"stop={list(params.stop)} needs a tokenizer; give Engine one, or use stop_token_ids")
+        resolved = resolve(params, _defaults(self.config), self._eos_ids(), seed=self._next_seed(params))
+        extras = pack_extras(self.layers.extras, params.extra_args)
+        request = Request(
+            id=request_id,
+            prompt_ids=token_ids,
+            sampling=resolved,
+            tag=self._tag(params, extras),
+            extras=b"".join(extras.values()),
+            stream=stream or bool(params.stop),
+        )
+        self._loop.submit(request)
+        text = TextStream(
+            self.tokenizer.decoder(params.skip_special_tokens) if detokenize else lambda ids: "",
+            params.stop or (),
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+        self._requests[request_id] = _Progress(prompt if isinstance(prompt, str) else None, request, text)
+        return request_id
+
+    def step(self) -> list[int]:
+        """Moves every request on by one step; the ids of those that have ended, for `output`."""
+        self._check_open()
+        return self._step()
+
+    def output(self, request_id: int, index: int = 0) -> Output:
+        """The output of a request that has ended, once."""
+        return self._take(request_id, index)
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request wherever it is; it computes no more tokens. Aborting it again, or an unknown one, is
+        nothing.""" event = self._loop.abort(request_id)
+        if event is not None:
+            self._apply(event)
+
+    @property
+    def has_work(self) -> bool:
+        return self._loop.has_work
+
+    # --- research --------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Model:
+        """The model of rank 0, as functions."""
+        return self._runner.model
+
+    @property
+    def specs(self) -> PyTree:
+        """The Spec tree of rank 0."""
+        return self._runner.model.specs
+
+    @property
+    def params(self) -> PyTree:
+        """The parameters of rank 0: the tensors in use, not a copy."""
+        return self._runner.params
+
+    def call(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """fn(rank, *args) on every rank, between steps; the results by rank. rank: `Rank(params, cache, state, model,
+        group)`. Steps under way are read first.
+        """
+        self._check_open()
+        self._drain()
+        return self._ranks.call(fn, *args)
+
+    def update_layers(self, layers: Layers) -> None:
+        """Puts another record of functions in force. Requests go on with it; KV made with the old one is not reused.
+
+        Raises ValueError where the record needs other parameters or extras than the engine was started with.
+        """
+        single = self.options.builder(self.config, layers)
+        self.call(RunnerMethod("update_layers"), layers)
+        self.layers, self._single = layers, single
+        self._layers_version += 1
+        self._scheduler.reset_prefix_cache()
+
+    def update_params(
+        self,
+        source: PyTree | str | Path | Iterable[tuple[str, Tensor]],
+        in_flight: Literal["keep", "recompute"] = "keep",
+    ) -> int:
+        """Puts other weights in force without a new start, and returns their version.
+
+        source: a tree of whole parameters, a folder, or an iterator of (checkpoint name, whole tensor). in_flight: what
+        running requests do with the keys and values they have: "keep" goes on with them, "recompute" makes them anew.
+        Raises ValueError for names and shapes that do not fit; weights written before the fault stay.
+        """
+        if in_flight not in ("keep", "recompute"):
+            raise ValueError(f"in_flight={in_flight!r} must be 'keep' or 'recompute'")
+        self._check_open()
+        self._drain()
+        if isinstance(source, (str, Path)):
+            self._ranks.call(RunnerMethod("update_params"), resolve_model(source))
+        else:
+            self._send_params(source)
+        self.weight_version += 1
+        self._scheduler.reset_prefix_cache()
+        if in_flight == "recompute":
+            self._scheduler.preempt_all()
+        return self.weight_version
+
+    def describe(self) -> dict[str, Any]:
+        """What runs, for a benchmark's record: kernels, stages, buckets, KV pool, fallbacks, seconds of the start."""
+        options, kernels = self.options, self._runner.kernels
+        return {
+            "tp": self._ranks.tp,
+            "device": str(self._ranks.device),
+            "dtype": str(options.dtype).removeprefix("torch."),
+            "prefill": kernels.prefill,
+            "decode": kernels.decode,
+            "fused": sorted(kernels.fused),
+            "compile": options.compile,
+            "graphs": self._runner.num_graphs,
+            "compiled": self._runner.num_compiled,
+            "buckets": list(options.buckets.decode),
+            "block_size": self.block_size,
+            "kv_blocks": self.num_blocks,
+            "depth": options.depth,
+            "max_num_batched_tokens": options.max_num_batched_tokens,
+            "notes": self.notes + self._runner.notes,
+            "timings": {name: round(seconds, 3) for name, seconds in self.timings.items()},
+        }
+
+    # --- end -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends all ranks and frees their memory. May be called more than once."""
+        if not self._closed:
+            self._closed = True
+            ranks = getattr(self, "_ranks", None)
+            if ranks is not None:
+                ranks.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _runner(self) -> Runner:
+        self._check_open()
+        return self._ranks.runtime  # type: ignore[return-value]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed; open a new one")
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        log.warning(text)
+
+    def _source(self, folder: Path | None, params: PyTree | None, seed: int) -> Path | dict[str, Tensor] | int:
+        if params is not None:
+            return named(params, whole(self._single.specs))
+        return folder if folder is not None else seed
+
+    def _can_cache_prefixes(self) -> bool:
+        records = [self.layers.of(i) for i in range(self.config.num_layers)]
+        owners = {fn for record in records for fn in (record.block, record.attention) if isinstance(fn, Component)}
+        if any(not fn.paged for fn in owners):
+            self._note("the prefix cache is off: a layer's own cache goes by sequence, not by block (paged=False)")
+            return False
+        return True
+
+    def _encode(self, prompt: Prompt) -> Ints:
+        if not isinstance(prompt, str):
+            return np.asarray(prompt) if isinstance(prompt, np.ndarray) else list(prompt)  # type: ignore[return-value]
+        if self.tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer; give Engine one, or pass token ids")
+        token_ids = self.tokenizer.encode(prompt)
+        if not token_ids:
+            raise ValueError("the prompt is empty; it needs at least one token")
+        return np.asarray(token_ids, np.int32)
+
+    def _eos_ids(self) -> tuple[int, ...]:
+        if self.config.eos_token_ids:
+            return self.config.eos_token_ids
+        return self.tokenizer.eos_ids if self.tokenizer is not None else ()
+
+    def _next_seed(self, params: SamplingParams) -> int | None:
+        if self._seed is None or params.seed is not None:
+            return None
+        self._seed += 1
+        return self._seed
+
+    def _tag(self, params: SamplingParams, extras: Mapping[str, bytes]) -> bytes:
+        changed = {
+            f"extra {extra.name}": extras[extra.name]
+            for extra in self.layers.extras
+            if extra.affects_kv and extra.name in params.extra_args
+        }
+        salt = {} if params.cache_salt is None else {"salt": params.cache_salt.encode()}
+        versions = {"layers": str(self._layers_version).encode(), "weights": str(self.weight_version).encode()}
+        return prefix_tag({**changed, **salt, **versions})
+
+    def _step(self) -> list[int]:
+        return self._ended(self._loop.step())
+
+    def _drain(self) -> None:
+        self._ended(self._loop.drain())
+
+    def _ended(self, events: list[Event]) -> list[int]:
+        for event in events:
+            self._apply(event)
+        if self._loop.failure is not None:
+            failure = self._loop.failure
+            if isinstance(failure, EngineError):
+                raise failure
+            raise EngineError(f"a step failed: {type(failure).__name__}: {failure}") from failure
+        ended = list(self._just_ended)
+        self._just_ended.clear()
+        return ended
+
+    def _apply(self, event: Event) -> None:
+        progress = self._requests.get(event.request_id)  # type: ignore[call-overload]
+        if progress is None or progress.finish_reason is not None:
+            return
+        token_ids = event.token_ids.tolist()
+        progress.token_ids += token_ids
+        progress.cached_tokens = max(progress.cached_tokens, event.cached_tokens)
+        progress.pieces.append(progress.text.push(token_ids))
+        reason = event.finish_reason
+        if progress.text.stopped is not None and reason != "error":
+            del progress.token_ids[progress.text.num_tokens :]
+            if reason is None:
+                self._scheduler.finish(event.request_id, "stop")
+            reason = "stop"
+        if reason is not None:
+            progress.pieces.append(progress.text.finish())
+            progress.finish_reason, progress.error = reason, event.error or None
+            self._just_ended.append(event.request_id)  # type: ignore[arg-type]
+
+    def _take(self, request_id: int, index: int) -> Output:
+        progress = self._requests.pop(request_id)
+        captured = self._executor.captured.pop(request_id, [])
+        names = captured[0] if captured else {}
+        return Output(
+            index=index,
+            prompt=progress.prompt,
+            prompt_token_ids=progress.request.prompt_ids.tolist(),
+            text="".join(progress.pieces),
+            token_ids=progress.token_ids,
+            finish_reason=progress.finish_reason or "abort",
+            cached_tokens=progress.cached_tokens,
+            error=progress.error,
+            weight_version=self.weight_version,
+            captured={
+                name: torch.stack([values[name] for values in captured[: len(progress.token_ids)]]) for name in names
+            },
+        )
+
+    def _deltas(self, request_id: int) -> Iterator[Delta]:
+        progress = self._requests[request_id]
+        sent_pieces = sent_ids = 0
+        try:
+            while progress.finish_reason is None:
+                self._just_ended += [i for i in self._step() if i != request_id]
+                text = "".join(progress.pieces[sent_pieces:])
+                token_ids = progress.token_ids[sent_ids:]
+                sent_pieces, sent_ids = len(progress.pieces), max(sent_ids, len(progress.token_ids))
+                if text or token_ids or progress.finish_reason is not None:
+                    yield Delta(text, token_ids, progress.finish_reason)
+            if progress.finish_reason == "error":
+                raise EngineError(progress.error or "the request failed")
+        finally:
+            if not self._closed:
+                self.abort(request_id)
+            self._just_ended[:] = [i for i in self._just_ended if i != request_id]
+            self._requests.pop(request_id, None)
+            self._executor.captured.pop(request_id, None)
+
+    def _send_params(self, source: PyTree | Iterable[tuple[str, Tensor]]) -> None:
+        specs = whole(self._single.specs)
+        items = source if isinstance(source, (Iterator, list)) else named(source, specs).items()
+        written: set[str] = set()
+        for batch in _batches(items, _UPDATE_BYTES):
+            written |= self._ranks.call(RunnerMethod("fill_params"), batch)[0]
+        missing = self._runner.part_names - written
+        if missing:
+            raise ValueError(
+                f"{len(missing)} parameters got no new value, the first is {min(missing)!r}; give the whole model"
+            )
+
+
+def generate(
+    model: str | Path | None,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    tp: int = 1,
+    layers: Layers = Layers(),
+    device: str | None = None,
+    dtype: str | None = None,
+    **sampling: Any,
+) -> list[Output]:
+    """The outputs of some prompts, in one call: starts an engine, generates, closes it. sampling: `SamplingParams`."""
+    params = SamplingParams(**sampling)
+    with Engine(model, tp=tp, layers=layers, device=device, dtype=dtype) as engine:
+        return engine.generate(prompts, params)
+
+
+def pack_extras(extras: Sequence[Extra], values: Mapping[str, Any]) -> dict[str, bytes]:
+    """The raw bytes of one request's extras by name, in their order, each padded to 4. Raises ValueError for values
+    that are not declared or have another shape.
+    """
+    unknown = sorted(set(values) - {extra.name for extra in extras})
+    if unknown:
+        known = ", ".join(extra.name for extra in extras) or "none is declared; use Layers().extra(name, ...)"
+        raise ValueError(f"extra_args has {unknown[0]!r}, which no function of the engine reads; known: {known}")
+    return {extra.name: _extra_bytes(extra, values) for extra in extras}
+
+
+def _extra_bytes(extra: Extra, values: Mapping[str, Any]) -> bytes:
+    given = values.get(extra.name, extra.default)
+    try:
+        value = torch.as_tensor(given, dtype=extra.dtype).cpu()
+        value = value.expand(extra.shape).contiguous()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"extra {extra.name!r} must have shape {list(extra.shape)} ({error})") from None
+    raw = bytes(value.reshape(-1).view(torch.uint8).numpy()) if value.numel() else b""
+    return raw + bytes(-len(raw) % 4)
+
+
+@dataclass(eq=False)
+class _Progress:
+    """A request as its caller sees it."""
+
+    prompt: str | None
+    request: Request
+    text: TextStream
+    token_ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+class _Launched(NamedTuple):
+    handle: Handle
+    plan: Plan
+    request_ids: list[Any]
+
+
+class _Executor:
+    """The loop's hands: plans go to all ranks; outputs come from rank 0. Keeps what sites captured, by request."""
+
+    def __init__(self, ranks: Ranks, scheduler: Scheduler) -> None:
+        self.captured: dict[Any, list[dict[str, Tensor]]] = {}
+        self._ranks, self._scheduler = ranks, scheduler
+
+    def launch(self, words: Ints, plan: Plan, /) -> _Launched:
+        request_ids = self._scheduler.request_ids(plan.rows) if self._captures else []
+        return _Launched(self._ranks.execute(words), plan, request_ids)
+
+    def read(self, launched: _Launched, /) -> tuple[Ints, Ints, Ints]:
+        outputs = self._wait(launched.handle)
+        if outputs.captured:
+            self._keep(launched, outputs)
+        return outputs.token_ids, outputs.counts, outputs.alive
+
+    @property
+    def _captures(self) -> bool:
+        return bool(self._ranks.runtime.model.layers.captures)  # type: ignore[attr-defined]
+
+    def _wait(self, handle: Handle) -> Outputs:
+        if self._ranks.tp > 1:
+            while not handle.ready():
+                self._ranks.check()
+        return handle.read()
+
+    def _keep(self, launched: _Launched, outputs: Outputs) -> None:
+        for request_id, place in zip(launched.request_ids, launched.plan.output_index.tolist()):
+            if outputs.counts[place]:
+                values = {name: value[place] for name, value in outputs.captured.items()}
+                self.captured.setdefault(request_id, []).append(values)
+
+
+def _device_type(device: str | None) -> str:
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device.split(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r} must be cpu or cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but torch sees no GPU; use device='cpu', or see funclaunch doctor")
+    return device
+
+
+def _dtype(dtype: str | torch.dtype | None, config: ModelConfig, on_gpu: bool) -> torch.dtype:
+    if isinstance(dtype, str) and dtype != "auto":
+        chosen = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype, dtype), None)
+        if chosen not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"dtype={dtype!r} must be auto, float32, bfloat16 or float16")
+        return chosen
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if not on_gpu:
+        return torch.float32
+    return torch.bfloat16 if config.dtype in (None, torch.float32) else config.dtype
+
+
+def _block_size(on_gpu: bool, config: ModelConfig, dtype: torch.dtype) -> int:
+    if not on_gpu:
+        return 16
+    from funcllm.kernels.fast import fast_kernels
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    is_flash = fast_kernels(device, config.head_dim, dtype, 128).prefill.startswith("flash")
+    return 128 if is_flash and config.head_dim == 128 else 32
+
+
+def _max_model_len(wanted: int | None, config: ModelConfig) -> int:
+    if wanted is None:
+        return config.max_position_embeddings
+    if not 2 <= wanted <= config.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len={wanted} must be from 2 to the model's max_position_embeddings, "
+            f"{config.max_position_embeddings}"
+        )
+    return wanted
+
+
+def _check_positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+
+
+def _tokenizer(given: Any, folder: Path | None) -> Tokenizer | None:
+    if given is not None:
+        return given if isinstance(given, Tokenizer) else wrap_tokenizer(given)
+    return load_tokenizer(folder) if folder is not None and has_tokenizer(folder) else None
+
+
+def _defaults(config: ModelConfig) -> dict[str, Any]:
+    """The sampling that generation_config recommends; greedy where it says do_sample=false."""
+    defaults = {name: value for name, value in asdict(config.generation).items() if value is not None}
+    if defaults.pop("do_sample", None) is False:
+        defaults["temperature"] = 0.0
+    return defaults
+
+
+def _batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    if isinstance(prompts, str):
+        return [prompts], True
+    items = list(prompts)
+    if items and all(isinstance(item, (int, np.integer)) for item in items):
+        return [items], True
+    return items, False
+
+
+def _sampling_list(sampling: Any, count: int) -> list[SamplingParams | None]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    params = list(sampling)
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling parameters for {count} prompts; give one, or one for each")
+    return params
+
+
+def _refused(index: int, prompt: Prompt, error: str) -> Output:
+    is_text = isinstance(prompt, str)
+    token_ids = [] if is_text else [int(x) for x in prompt if isinstance(x, (int, np.integer))]
+    return Output(
+        index=index,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=token_ids,
+        text="",
+        token_ids=[],
+        finish_reason="error",
+        error=error,
+    )
+
+
+def _batches(items: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
+    batch: list[tuple[str, Tensor]] = []
+    for item in items:
+        batch.append(item)
+        if sum(tensor.numel() * tensor.element_size() for _, tensor in batch) >= size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+__all__ = ["Delta", "Engine", "Output", "generate", "pack_extras"]

@@ -1,0 +1,511 @@
+"""The runtime of one rank: it owns this rank's parameters, cache, state, output ring and captured graphs.
+
+It receives packed plans and applies each in the same way on every rank: one copy of the plan to the device, edits of
+the state, then the step. It decides nothing: what varies comes in the plan. `execute` launches and returns a handle;
+the step's outputs are read later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from funcllm.compile import Graph, compile_unit, num_compiled
+from funcllm.config import ModelConfig
+from funcllm.group import Group, all_reduce, all_reduce_max
+from funcllm.kernels.bundle import Kernels
+from funcllm.kernels.fast import copy_slots, fast_kernels
+from funcllm.launch import memory
+from funcllm.launch.buckets import MIN_ROWS, Buckets
+from funcllm.launch.plan import HEADER, Ints, PackedPlan, Plan, admission_column, pack, unpack
+from funcllm.launch.ring import Handle, OutputRing, PlanRing, outputs_now
+from funcllm.qwen3 import qwen3
+from funcllm.record import Layers
+from funcllm.specs import assemble, fill, init_params, map_specs, nbytes, spec_leaves
+from funcllm.state import Admissions, advance, apply_edits, init_state, inputs_of
+from funcllm.types import (
+    MAX_STOP_IDS,
+    KVCache,
+    LayerCache,
+    Model,
+    Params,
+    SamplingState,
+    SequenceState,
+    StepInputs,
+    StepOutputs,
+)
+from funcllm.weights.load import load_params, read_from
+
+log = logging.getLogger("funcllm")
+
+_PLAN_WORDS = 1 << 18  # of the static plan buffer; a larger plan takes a slower way
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What every rank must know to build its runtime; sent to the workers as it is.
+
+    source: a Hugging Face folder, whole tensors by their checkpoint names, or a seed for random weights. kv_blocks: 0
+    sizes the cache by memory. compile, graphs, fusion: see `Engine`.
+    """
+
+    config: ModelConfig
+    source: Path | Mapping[str, Tensor] | int
+    dtype: torch.dtype
+    layers: Layers = field(default_factory=Layers)
+    builder: Callable[..., Model] = qwen3
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    buckets: Buckets
+    block_size: int
+    kv_blocks: int = 0
+    gpu_memory_fraction: float = 0.9
+    depth: int = 1
+    compile: bool = False
+    graphs: bool = False
+    fusion: bool = True
+    progress: bool = False
+
+    @property
+    def table_width(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+
+class RunnerMethod(NamedTuple):
+    """A method of the Runner that `Engine` calls on every rank, in place of a function."""
+
+    name: str
+
+
+class Rank(NamedTuple):
+    """What `Engine.call` hands to a function on every rank."""
+
+    params: Params
+    cache: KVCache
+    state: SequenceState
+    model: Model
+    group: Group
+
+
+def build_runtime(group: Group, device: torch.device, options: RunOptions) -> Runner:
+    """The factory that `start_ranks` runs on every rank."""
+    return Runner(group, device, options)
+
+
+class Runner:
+    """See the module. `num_blocks`, `timings` (seconds) and `notes` tell rank 0 what came of the start."""
+
+    def __init__(self, group: Group, device: torch.device, options: RunOptions) -> None:
+        self.group, self.device, self.options = group, device, options
+        self.on_gpu = device.type == "cuda"
+        self.notes: list[str] = []
+        self.timings: dict[str, float] = {}
+        self._steps = 0
+        self._graphs: dict[tuple[int, bool], Graph] = {}
+        with torch.no_grad():
+            self.kernels = self._choose_kernels()
+            self.model = self._build_model(options.layers)
+            with self._timed("load"):
+                self.params = self._load()
+            self._allocate()
+            with self._timed("compile and size"):
+                self.num_blocks = self._size_cache()
+            self.cache = self._new_cache(self.num_blocks)
+            with self._timed("capture"):
+                self._capture_all()
+
+    # --- what rank 0 asks for --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def execute(self, words: Ints) -> Handle:
+        """Launches one packed plan; the handle's `read` waits for its outputs."""
+        plan = unpack(words)
+        device_words = self._to_device(words)
+        self._edit(plan, device_words)
+        rows_b = device_words[plan.decode_rows]
+        if plan.chunk_bucket:
+            outputs = self._mixed_step(plan, device_words)
+        elif self._captured(plan.decode_bucket, plan.filtered):
+            self._graphs[plan.decode_bucket, plan.filtered].replay()
+            outputs = None
+        else:
+            outputs = self._decode_step(rows_b, plan.filtered)
+        if self.on_gpu:
+            return self._ring.collect(plan.decode_bucket + plan.chunk_bucket)
+        assert outputs is not None
+        return outputs_now(outputs)
+
+    def call(self, fn: Callable[..., Any] | RunnerMethod, args: tuple[Any, ...]) -> Any:
+        """fn(rank, *args), between steps."""
+        if isinstance(fn, RunnerMethod):
+            return getattr(self, fn.name)(*args)
+        return fn(Rank(self.params, self.cache, self.state, self.model, self.group), *args)
+
+    def close(self) -> None:
+        """Frees what this rank holds on the device."""
+        self._graphs.clear()
+        self.params = self.cache = self.state = self.model = None  # type: ignore[assignment]
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            self._ring = self._device_words = None  # type: ignore[assignment]
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def update_layers(self, layers: Layers) -> None:
+        """Puts another record of functions in force: parameters and cache stay, graphs are captured anew.
+
+        Raises ValueError where the record needs other parameters or extras than the engine has.
+        """
+        model = self._build_model(layers)
+        if not _same_specs(model.specs, self.model.specs) or layers.extras != self.model.layers.extras:
+            raise ValueError(
+                "the new Layers need other parameters or extras than the engine was started with; start a new Engine"
+            )
+        self._graphs.clear()
+        self.model = model
+        self._new_ring()
+        self._warm_up()
+        self._capture_all()
+
+    @torch.no_grad()
+    def update_params(self, folder: Path) -> None:
+        """Copies the weights of a folder into the parameters in place; captured graphs go on with them."""
+        fresh = self._load_from(folder)
+        for target, value in zip(pytree.tree_leaves(self.params), pytree.tree_leaves(fresh), strict=True):
+            target.copy_(value)
+
+    @torch.no_grad()
+    def fill_params(self, items: list[tuple[str, Tensor]]) -> set[str]:
+        """Copies this rank's slices of whole tensors into the parameters in place; the names written."""
+        return fill(self.params, self.model.specs, items, self.group)
+
+    @property
+    def part_names(self) -> set[str]:
+        """The checkpoint names of this rank's parameters."""
+        return {part.name for spec in spec_leaves(self.model.specs) for part in spec.parts}
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    @property
+    def num_compiled(self) -> int:
+        return num_compiled()
+
+    # --- start -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        self.timings[name] = time.perf_counter() - start
+
+    def _choose_kernels(self) -> Kernels:
+        options = self.options
+        kernels = fast_kernels(self.device, options.config.head_dim, options.dtype, options.block_size)
+        return kernels if options.fusion else replace(kernels, fused=frozenset())
+
+    def _build_model(self, layers: Layers) -> Model:
+        transform = compile_unit if self.options.compile else _uncompiled
+        return self.options.builder(self.options.config, layers, self.group, self.kernels, transform)
+
+    def _load(self) -> Params:
+        source = self.options.source
+        if isinstance(source, int):
+            return init_params(self.model.specs, self.group, seed=source, device=self.device, dtype=self.options.dtype)
+        return self._load_from(source)
+
+    def _load_from(self, source: Mapping[str, Tensor] | Path) -> Params:
+        specs, placed = self.model.specs, {"device": self.device, "dtype": self.options.dtype}
+        if isinstance(source, Path):
+            return load_params(source, specs, self.group, progress=self.options.progress, **placed)
+        return assemble(specs, read_from(source), self.group, **placed)
+
+    def _allocate(self) -> None:
+        options = self.options
+        num_rows = options.max_num_seqs + 1
+        extras = self.model.layers.extras
+        self.state = init_state(num_rows, options.max_model_len, options.table_width, extras, self.device)
+        if self.on_gpu:
+            self._device_words = torch.zeros(_PLAN_WORDS, dtype=torch.int32, device=self.device)
+            self._plans = PlanRing(options.depth + 3, _PLAN_WORDS)
+            self._capture_stream = torch.cuda.Stream()
+            self._pool = torch.cuda.graph_pool_handle()
+            self._new_ring()
+
+    def _new_ring(self) -> None:
+        if self.on_gpu:
+            buckets = self.options.buckets
+            max_rows = buckets.decode[-1] + buckets.chunk_bucket(self.options.max_num_seqs)
+            self._ring = OutputRing(self.options.depth + 3, max_rows, self.device)
+
+    def _new_cache(self, num_blocks: int) -> KVCache:
+        options = self.options
+        return self.model.init_cache(
+            num_blocks, options.block_size, options.max_num_seqs + 1, self.device, options.dtype
+        )
+
+    def _size_cache(self) -> int:
+        """Warms up on a cache of two blocks, measuring; the number of blocks that every rank can hold."""
+        options = self.options
+        self.cache = self._new_cache(2)
+        peak = self._warm_up()
+        if options.kv_blocks:
+            return options.kv_blocks
+        graph_bytes = self._dry_capture() if self.on_gpu and options.graphs else 0
+        self.cache = ()
+        blocks = memory.measure_kv_blocks(
+            device=self.device,
+            weight_bytes=nbytes(self.model.specs, self.group, options.dtype),
+            peak_bytes=peak,
+            graph_bytes=graph_bytes,
+            bytes_per_block=self._bytes_per_block(),
+            fraction=options.gpu_memory_fraction,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=options.max_model_len,
+            block_size=options.block_size,
+        )
+        return -int(all_reduce_max(torch.tensor(-blocks, device=self.device), self.group))
+
+    def _bytes_per_block(self) -> int:
+        options = self.options
+
+        def cache_bytes(num_blocks: int) -> int:
+            cache = self.model.init_cache(
+                num_blocks, options.block_size, options.max_num_seqs + 1, "meta", options.dtype
+            )
+            return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(cache))
+
+        return max(1, cache_bytes(3) - cache_bytes(2))
+
+    def _warm_up(self) -> int:
+        """Compiles, then runs the largest mixed step, all rows trash; the bytes of its activations at their peak.
+
+        The first steps have counts that all differ, so that the compiler keeps them apart.
+        """
+        options, buckets = self.options, self.options.buckets
+        if options.compile:
+            for filtered in (False, True):
+                self._trash_step(decode=4, chunks=8, tokens=48, span=32, filtered=filtered)
+                self._trash_step(decode=max(MIN_ROWS, min(6, buckets.decode[-1])), filtered=filtered)
+        if not self.on_gpu:
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        rows = buckets.decode_bucket(min(options.max_num_seqs, options.max_num_batched_tokens), mixed=True)
+        tokens = buckets.largest_tokens(options.max_num_batched_tokens)
+        self._trash_step(decode=rows, chunks=MIN_ROWS, tokens=tokens, span=buckets.span(tokens - rows), filtered=True)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def _trash_step(
+        self, *, decode: int, chunks: int = 0, tokens: int = 0, span: int = 0, filtered: bool = False
+    ) -> None:
+        """One uncaptured step whose rows are all the trash row."""
+        plan = Plan(
+            step=0,
+            decode_rows=np.zeros(0, np.int32),
+            decode_bucket=decode,
+            chunk_bucket=chunks,
+            token_bucket=tokens or decode,
+            span=span,
+            filtered=filtered,
+        )
+        packed = unpack(pack(plan))
+        words = self._to_device(packed.words)
+        if chunks:
+            self._mixed_step(packed, words)
+        else:
+            self._decode_step(words[packed.decode_rows], filtered)
+        if self.on_gpu:
+            self._ring.skip()
+
+    # --- graphs ----------------------------------------------------------------------------------------------------
+
+    def _capture_all(self) -> None:
+        """One graph for each decode bucket, largest first, in one pool."""
+        if self.on_gpu and self.options.graphs:
+            for bucket in reversed(self.options.buckets.decode):
+                if not self._capture(bucket, False):
+                    return
+
+    def _captured(self, bucket: int, filtered: bool) -> bool:
+        """Whether the step has a graph; one that no plan has asked for yet is captured now, on every rank."""
+        if (bucket, filtered) in self._graphs:
+            return True
+        if not self._graphs:
+            return False
+        rows = self._device_words[HEADER : HEADER + bucket].clone()
+        captured = self._capture(bucket, filtered)
+        self._device_words[HEADER : HEADER + bucket] = rows
+        return captured
+
+    def _capture(self, bucket: int, filtered: bool) -> bool:
+        """Captures one bucket; where that fails on any rank, every rank drops its graphs and says why."""
+        reason, graph = "another rank failed", None
+        try:
+            graph = self._graph_of(bucket, filtered, self._pool)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            torch.cuda.synchronize()
+        failures = all_reduce(torch.tensor(float(graph is None), device=self.device), self.group)
+        if graph is None or failures.item() > 0:
+            self._graphs.clear()
+            self.notes.append(f"no CUDA graphs, decode runs uncaptured: bucket {bucket} failed to capture ({reason})")
+            log.warning(self.notes[-1])
+            return False
+        self._graphs[bucket, filtered] = graph
+        return True
+
+    def _graph_of(self, bucket: int, filtered: bool, pool: Any) -> Graph:
+        self._trash_step(decode=bucket, filtered=filtered)
+        torch.cuda.synchronize()
+        rows_b = self._device_words[HEADER : HEADER + bucket]
+        return Graph(lambda: self._decode_step(rows_b, filtered), pool, self._capture_stream)
+
+    def _dry_capture(self) -> int:
+        """Bytes that the graph of the largest bucket takes, captured on the tiny cache and dropped."""
+        before = torch.cuda.memory_reserved()
+        try:
+            graph = self._graph_of(self.options.buckets.decode[-1], False, torch.cuda.graph_pool_handle())
+        except Exception:
+            torch.cuda.synchronize()
+            return 0
+        taken = torch.cuda.memory_reserved() - before
+        del graph
+        torch.cuda.empty_cache()
+        return max(0, taken)
+
+    # --- one step --------------------------------------------------------------------------------------------------
+
+    def _to_device(self, words: Ints) -> Tensor:
+        """The plan on the device; its header and decode rows always lie in the static buffer that graphs read."""
+        if not self.on_gpu:
+            return torch.from_numpy(words)
+        head = words[:_PLAN_WORDS]
+        self._plans.copy_to(self._device_words, head, self._steps)
+        self._steps += 1
+        if len(words) <= _PLAN_WORDS:
+            return self._device_words[: len(words)]
+        return torch.from_numpy(words).to(self.device)
+
+    def _edit(self, plan: PackedPlan, words: Tensor) -> None:
+        copies = plan.part("copies")
+        if len(copies):
+            self._copy_blocks(copies, words[plan.copies].view(-1, 3))
+        admissions: Admissions | tuple[()] = ()
+        if plan.admissions.stop > plan.admissions.start:
+            admissions = _admissions(plan, words, self.state, self.model.layers)
+        appends: Tensor | tuple[()] = ()
+        if plan.appends.stop > plan.appends.start:
+            appends = words[plan.appends].view(-1, 3)
+        self.state = apply_edits(self.state, admissions, appends)
+
+    def _copy_blocks(self, copies: Ints, copies_n3: Tensor) -> None:
+        for cache in self.cache:
+            if isinstance(cache, LayerCache):
+                copy_slots(cache.k_pskh, cache.v_pskh, copies_n3)
+                continue
+            for leaf in pytree.tree_leaves(cache):
+                for source, destination, count in copies:
+                    leaf[destination, :count] = leaf[source, :count]
+
+    def _decode_step(self, rows_b: Tensor, filtered: bool) -> StepOutputs:
+        inputs = inputs_of(
+            self.state,
+            rows_b,
+            num_tokens=rows_b.shape[0],
+            block_size=self.options.block_size,
+            filtered=filtered,
+            capturing=bool(self.model.layers.captures),
+        )
+        return self._step(inputs)
+
+    def _mixed_step(self, plan: PackedPlan, words: Tensor) -> StepOutputs:
+        inputs = inputs_of(
+            self.state,
+            words[plan.decode_rows],
+            words[plan.chunk_rows],
+            words[plan.chunk_lens],
+            num_tokens=plan.token_bucket,
+            block_size=self.options.block_size,
+            span=plan.span,
+            filtered=plan.filtered,
+            capturing=bool(self.model.layers.captures),
+        )
+        return self._step(inputs)
+
+    def _step(self, inputs: StepInputs) -> StepOutputs:
+        outputs, self.cache = self.model.step(self.params, self.cache, inputs)
+        self.state, outputs = advance(self.state, inputs, outputs)
+        if self.on_gpu:
+            self._ring.store(outputs)
+        return outputs
+
+
+def _uncompiled(unit: Callable[..., Any], name: str) -> Callable[..., Any]:
+    return unit
+
+
+def _same_specs(first: Any, second: Any) -> bool:
+    shapes = [pytree.tree_flatten(map_specs(lambda s: (s.parts, s.stack), specs)) for specs in (first, second)]
+    return shapes[0] == shapes[1]
+
+
+def _admissions(plan: PackedPlan, words: Tensor, state: SequenceState, layers: Layers) -> Admissions:
+    """The admissions of a plan as tensors on the device."""
+    table_af = words[plan.admissions].view(len(plan.part("admissions")), -1)
+
+    def ints(name: str) -> Tensor:
+        return table_af[:, admission_column(name)]
+
+    def floats(name: str) -> Tensor:
+        return ints(name).contiguous().view(torch.float32)
+
+    seed, stop = admission_column("seed_low"), admission_column("stop_ids")
+    return Admissions(
+        rows_a=ints("row"),
+        length_a=ints("num_tokens"),
+        computed_a=ints("computed"),
+        prompt_length_a=ints("prompt_length"),
+        limit_a=ints("limit"),
+        sampling=SamplingState(
+            temperature_r=floats("temperature"),
+            top_k_r=ints("top_k"),
+            top_p_r=floats("top_p"),
+            min_p_r=floats("min_p"),
+            seed_r=table_af[:, seed : seed + 2].contiguous().view(torch.int64)[:, 0],
+            min_length_r=ints("min_length"),
+            stop_ids_rs=table_af[:, stop : stop + MAX_STOP_IDS],
+        ),
+        token_ids_x=words[plan.token_ids],
+        extras=_extras(words[plan.extras], len(table_af), layers),
+    )
+
+
+def _extras(words: Tensor, count: int, layers: Layers) -> dict[str, Tensor]:
+    """The extras of `count` admissions: each request's values in the order of the declarations, padded to words."""
+    values, start = {}, 0
+    table = words.view(count, -1) if count and words.numel() else words.new_zeros(count, 0)
+    for extra in layers.extras:
+        size = torch.Size(extra.shape).numel() * extra.dtype.itemsize
+        num_words = -(-size // 4)
+        raw = table[:, start : start + num_words].clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        values[extra.name] = raw[:, :size].contiguous().view(extra.dtype).view(count, *extra.shape)
+        start += num_words
+    return values
