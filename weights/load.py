@@ -96,7 +96,12 @@ def refill(params: PyTree, specs: PyTree, source: Any, group: Group = SINGLE, *,
     if isinstance(source, str | Path | Mapping | nn.Module):
         tensors = _mapping(source)
         names = {canonical(name): name for name in tensors}
-        _refuse_gaps([p for c, p in parts.items() if c not in names and not partial], [], "the new weights")
+        shapes = {c: tuple(_shape(tensors, names[c])) for c in parts if c in names}
+        _refuse_gaps(
+            [part for c, part in parts.items() if c not in names and not partial],
+            [(part, shapes[c]) for c, part in parts.items() if c in names and shapes[c] != part.shape],
+            "the new weights",
+        )
         items = ((parts[c].name, tensors[name]) for c, name in names.items() if c in parts)
     else:
         items = ((parts[canonical(n)].name if canonical(n) in parts else n, tensor) for n, tensor in source)
@@ -367,6 +372,10 @@ def _mapping(source: Any) -> Mapping[str, Tensor]:
     )
 
 
+def _shape(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    return tensors.entries[name].shape if isinstance(tensors, _Lazy) else tuple(tensors[name].shape)
+
+
 class _Lazy(Mapping[str, Tensor]):
     """Stored tensors as a mapping, mapped from their file when asked."""
 
@@ -415,7 +424,7 @@ def _refuse_gaps(missing: list[Part], misshapen: list[tuple[Part, tuple[int, ...
         hint = "the download may be incomplete: fetch the folder again"
         if names == ["lm_head.weight"]:
             hint = "if the head is the embedding, set tie_word_embeddings to true in config.json"
-        complaints.append(f"{where} lacks {_compressed(names)}; {hint}")
+        complaints.append(f"{where}: no {_compressed(names)}; {hint}")
     if misshapen:
         wrong = ", ".join(f"{part.name} {list(shape)} instead of {list(part.shape)}" for part, shape in misshapen)
         complaints.append(
@@ -451,16 +460,23 @@ def _check_extras(
     if config.tie_word_embeddings and "lm_head.weight" in map(canonical, extras):
         _check_tied_head(entries, folder)
         extras = [name for name in extras if canonical(name) != "lm_head.weight"]
-    biases = [n for n in extras if n.endswith(".bias") and canonical(n.removesuffix("bias") + "weight") in used]
-    if biases:
+    denied = [name for name in extras if _changes_the_model(canonical(name), used)]
+    if denied:
         raise ValueError(
-            f"{folder} holds {_compressed(biases)}, which a {config.architecture} with this config.json does not add;"
+            f"{folder} holds {_compressed(denied)}, which a {config.architecture} with this config.json does not use;"
             " without them the model is another: use the config.json that belongs to the weights"
         )
     if extras and strict:
         raise ValueError(f"{folder} holds tensors that the model does not use: {_compressed(extras)}; remove them")
     if extras:
         warnings.warn(f"{folder}: tensors that the model does not use: {_compressed(extras)}", stacklevel=3)
+
+
+def _changes_the_model(name: str, used: set[str]) -> bool:
+    """Whether an unused tensor is the bias of a used layer, or the head norm of a used attention."""
+    layer, _, leaf = name.rpartition(".")
+    norm_of = re.sub(r"[qk]_norm$", "q_proj", layer)
+    return (leaf == "bias" and f"{layer}.weight" in used) or (norm_of != layer and f"{norm_of}.weight" in used)
 
 
 def _check_tied_head(entries: Mapping[str, Entry], folder: Path) -> None:
