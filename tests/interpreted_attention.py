@@ -1,0 +1,184 @@
+"""The attention and cache kernels under Triton's interpreter; test_kernels_attention.py runs this in its own process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from funcllm.kernels import reference
+from funcllm.kernels.attention_decode import DecodeConfig, choose_config, choose_splits, decode_attention
+from funcllm.kernels.attention_prefill import (
+    PrefillConfig,
+    choose_prefill_config,
+    prefill_attention,
+    zero_padding,
+)
+from funcllm.kernels.interpret import repair
+from funcllm.kernels.kv import copy_slots, write_kv
+from tests.attention_cases import Heads, assert_close, chunk_rows, paged
+
+repair()
+
+FP16, BF16 = torch.float16, torch.bfloat16
+
+
+def sinks_or_none(options):
+    return {**options, "sinks_n": options["sinks_n"] if isinstance(options["sinks_n"], torch.Tensor) else None}
+
+
+DECODE_CASES = {
+    "one split": (Heads(), DecodeConfig(tile=32, splits=1)),
+    "two splits": (Heads(block_size=32), DecodeConfig(tile=16, splits=2)),
+    "five splits": (Heads(heads=6, head_dim=32), DecodeConfig(tile=16, splits=5)),
+    "eight splits, some empty": (Heads(heads=2, block_size=64), DecodeConfig(tile=16, splits=8)),
+    "splits of two tiles at least": (Heads(), DecodeConfig(tile=16, splits=5, min_tiles=2)),
+    "tile over many blocks": (Heads(head_dim=64), DecodeConfig(tile=64, splits=2)),
+    "tile inside a block": (Heads(block_size=128), DecodeConfig(tile=16, splits=2)),
+    "odd head dim": (Heads(heads=3, kv_heads=3, head_dim=80), DecodeConfig(tile=16, splits=2)),
+    "head dim 96": (Heads(heads=7, kv_heads=1, head_dim=96), DecodeConfig(tile=32, splits=1)),
+    "head dim 128": (Heads(head_dim=128), DecodeConfig(tile=32, splits=2)),
+    "head dim 256": (Heads(heads=2, kv_heads=1, head_dim=256), DecodeConfig(tile=32, splits=1)),
+    "group above 16": (Heads(heads=20, kv_heads=1), DecodeConfig(tile=16, splits=2)),
+    "window": (Heads(window=20), DecodeConfig(tile=16, splits=1)),
+    "window, split": (Heads(window=33, block_size=32), DecodeConfig(tile=16, splits=5)),
+    "softcap": (Heads(softcap=2.0), DecodeConfig(tile=32, splits=2)),
+    "sinks": (Heads(sinks=True), DecodeConfig(tile=32, splits=1)),
+    "sinks, split": (Heads(sinks=True, window=40), DecodeConfig(tile=16, splits=2)),
+    "half": (Heads(dtype=FP16, head_dim=64), DecodeConfig(tile=16, splits=2)),
+    "bfloat16": (Heads(dtype=BF16, head_dim=64), DecodeConfig(tile=16, splits=2)),
+    "bfloat16, all options": (
+        Heads(dtype=BF16, head_dim=32, window=30, softcap=3.0, sinks=True),
+        DecodeConfig(tile=32, splits=1),
+    ),
+}
+
+
+@pytest.mark.parametrize(("heads", "config"), DECODE_CASES.values(), ids=DECODE_CASES)
+def test_decode_equals_reference(heads, config):
+    k_cache, v_cache, table, kv_lens = paged(heads, (1, 70, 0, 17, 64))
+    q, options = heads.queries(5, "cpu"), heads.options("cpu")
+    expected = reference.attend(q, k_cache, v_cache, (table, kv_lens), (), **options)
+    out = torch.full(q.shape, float("nan"), dtype=q.dtype)
+    decode_attention(q, k_cache, v_cache, table, kv_lens, out, **sinks_or_none(options), config=config)
+    assert_close(out, expected)
+    assert (out[2] == 0).all()
+
+
+def test_decode_with_its_own_choice_of_splits():
+    heads = Heads(head_dim=32)
+    k_cache, v_cache, table, kv_lens = paged(heads, (300,))
+    q, options = heads.queries(1, "cpu"), heads.options("cpu")
+    assert choose_config(1, 2, 32, table.shape[1] * 16, 4, 8).splits > 1
+    out = decode_attention(q, k_cache, v_cache, table, kv_lens, torch.empty(q.shape), **sinks_or_none(options))
+    assert_close(out, reference.attend(q, k_cache, v_cache, (table, kv_lens), (), **options))
+
+
+def test_trash_rows_leave_the_others_alone():
+    heads = Heads()
+    k_cache, v_cache, table, kv_lens = paged(heads, (40, 5))
+    q, options = heads.queries(4, "cpu"), sinks_or_none(heads.options("cpu"))
+    config = DecodeConfig(tile=16, splits=2)
+    alone = decode_attention(q[:2], k_cache, v_cache, table, kv_lens, torch.empty(2, 4, 16), **options, config=config)
+    padded = [torch.nn.functional.pad(table, (0, 0, 0, 2)), torch.cat([kv_lens, torch.ones(2, dtype=torch.int32)])]
+    out = decode_attention(q, k_cache, v_cache, *padded, torch.empty(4, 4, 16), **options, config=config)
+    assert torch.equal(out[:2], alone)
+
+
+PREFILL_CASES = {
+    "plain": (Heads(), PrefillConfig(rows=32, tile=32)),
+    "tile inside a block": (Heads(block_size=128), PrefillConfig(rows=32, tile=16)),
+    "odd group and head dim": (Heads(heads=6, head_dim=80), PrefillConfig(rows=32, tile=16)),
+    "head dim 96": (Heads(heads=5, kv_heads=1, head_dim=96), PrefillConfig(rows=64, tile=32)),
+    "head dim 256": (Heads(heads=1, kv_heads=1, head_dim=256), PrefillConfig(rows=16, tile=32)),
+    "group as large as a tile": (Heads(heads=20, kv_heads=1), PrefillConfig(rows=16, tile=32)),
+    "window": (Heads(window=20), PrefillConfig(rows=32, tile=16)),
+    "window below a tile": (Heads(window=3, block_size=32), PrefillConfig(rows=32, tile=32)),
+    "softcap": (Heads(softcap=2.0), PrefillConfig(rows=32, tile=32)),
+    "sinks": (Heads(sinks=True, block_size=64), PrefillConfig(rows=32, tile=32)),
+    "half": (Heads(dtype=FP16, head_dim=64), PrefillConfig(rows=64, tile=32)),
+    "bfloat16, all options": (
+        Heads(dtype=BF16, head_dim=32, window=30, softcap=3.0, sinks=True),
+        PrefillConfig(rows=32, tile=32),
+    ),
+}
+
+
+@pytest.mark.parametrize(("heads", "config"), PREFILL_CASES.values(), ids=PREFILL_CASES)
+def test_prefill_equals_reference(heads, config):
+    k_cache, v_cache, table, kv_lens = paged(heads, (5, 70, 0, 30, 33))
+    starts, span = chunk_rows((5, 40, 0, 1, 33))
+    q, options = heads.queries(int(starts[-1]) + 7, "cpu"), heads.options("cpu")
+    expected = reference.attend(q, k_cache, v_cache, (), (table, kv_lens, starts, span), **options)
+    out = torch.full(q.shape, float("nan"), dtype=q.dtype)
+    prefill_attention(q, k_cache, v_cache, table, kv_lens, starts, out, **sinks_or_none(options), config=config)
+    assert_close(out, expected)
+    assert (out[int(starts[-1]) :] == 0).all()
+
+
+def test_padding_behind_the_chunks_is_zeroed():
+    starts, _ = chunk_rows((2, 3))
+    out = torch.full((8, 2, 16), float("nan"))
+    out[:5] = 1.0
+    zero_padding(out, starts)
+    assert (out[:5] == 1).all()
+    assert (out[5:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FP16, BF16], ids=str)
+def test_written_keys_and_values_are_found_again(dtype):
+    heads = Heads(heads=4, kv_heads=3, head_dim=80, dtype=dtype)
+    k_cache, v_cache, _, _ = paged(heads, (33,))
+    packed = torch.randn(5, 6, 80).to(dtype)
+    k, v = packed[:, :3], packed[:, 3:]
+    slots = torch.tensor([40, 3, 17, 95, 64])
+    expected = reference.write_kv(k, v, k_cache, v_cache, slots)
+    write_kv(k, v, k_cache, v_cache, slots)
+    for cache, want in zip((k_cache, v_cache), expected):
+        assert torch.equal(cache.view(torch.int16), want.view(torch.int16))
+
+
+def test_copied_slots_are_the_first_of_each_block():
+    k_cache, v_cache = torch.randn(6, 16, 3, 20), torch.randn(6, 16, 3, 20)
+    k_before, v_before = k_cache.clone(), v_cache.clone()
+    copy_slots(k_cache, v_cache, torch.tensor([[1, 4, 5], [2, 5, 16], [1, 3, 0]], dtype=torch.int32))
+    for cache, before in ((k_cache, k_before), (v_cache, v_before)):
+        assert torch.equal(cache[4], torch.cat([before[1, :5], before[4, 5:]]))
+        assert torch.equal(cache[5], before[2])
+        assert torch.equal(cache[:4], before[:4])
+
+
+def test_splits_depend_on_shapes_and_fill_the_gpu():
+    assert choose_splits(1, 8, 32768, 64, 132) * 8 >= 132 * 2 * 0.9
+    assert choose_splits(1, 8, 64, 64, 132) == 1
+    assert choose_splits(1024, 8, 32768, 64, 132) == 1
+    for batch in (1, 2, 3, 7, 16, 40, 131, 256):
+        config = choose_config(batch, 8, 128, 4096, 2, 132)
+        assert 1 <= config.splits <= 4096 // config.tile
+        assert config.tile * 128 * 2 == 16384
+
+
+def test_less_shared_memory_gives_a_shallower_pipeline():
+    depths = [choose_config(8, 8, 128, 4096, 2, 132, shared).num_stages for shared in (232448, 166912, 101376)]
+    assert depths == [7, 5, 3]
+    assert choose_prefill_config(128, 2, 101376).num_stages <= choose_prefill_config(128, 2).num_stages
+    assert replace(choose_prefill_config(256, 2)).tile == 32
+
+
+@triton.jit
+def _bfloat16_kernel(a_ptr, b_ptr, dot_ptr, sum_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    a, b = tl.load(a_ptr + at), tl.load(b_ptr + at)
+    tl.store(dot_ptr + at, tl.dot(a, b).to(tl.bfloat16))
+    tl.store(sum_ptr + at, a + b)
+
+
+def test_the_repaired_interpreter_computes_bfloat16():
+    a, b = torch.randn(16, 16).bfloat16(), torch.randn(16, 16).bfloat16()
+    dot, total = torch.empty_like(a), torch.empty_like(a)
+    _bfloat16_kernel[(1,)](a, b, dot, total, 16)
+    assert torch.equal(dot, (a.float() @ b.float()).bfloat16())
+    assert torch.equal(total, a + b)

@@ -1,0 +1,192 @@
+"""Attention and the cache: the CPU ops and the torch ops against the reference, the Triton kernels under the interpreter.
+
+The interpreter must be chosen before triton is imported, so interpreted_attention.py runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from funcllm.kernels import fast, ops, reference
+from funcllm.kernels.bundle import FAST, REFERENCE, fast_kernels
+from tests.attention_cases import Heads, assert_close, chunk_rows, paged
+
+ROOT = Path(__file__).parent.parent
+
+CASES = {
+    "plain": Heads(),
+    "odd group": Heads(heads=6, kv_heads=2, head_dim=20, block_size=3),
+    "one KV head": Heads(heads=5, kv_heads=1, block_size=1),
+    "window": Heads(window=20),
+    "window of one": Heads(window=1),
+    "softcap": Heads(softcap=2.0),
+    "sinks": Heads(sinks=True),
+    "all options": Heads(window=30, softcap=3.0, sinks=True, block_size=32),
+    "half": Heads(dtype=torch.float16, window=50),
+    "bfloat16": Heads(dtype=torch.bfloat16, sinks=True),
+}
+
+
+@pytest.mark.parametrize("group", ["decode", "prefill", "not decode and not prefill"])
+def test_triton_kernels_under_the_interpreter(group):
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", group]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [*command, "tests/interpreted_attention.py"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout or "100%" in result.stdout
+
+
+@pytest.mark.parametrize("heads", CASES.values(), ids=CASES)
+def test_attend_of_decode_rows_equals_reference(heads):
+    k_cache, v_cache, table, kv_lens = paged(heads, (1, 70, 0, 17, 64))
+    q, options = heads.queries(7, "cpu"), heads.options("cpu")
+    out = FAST.attend(q, k_cache, v_cache, (table, kv_lens), (), **options)
+    assert_close(out, reference.attend(q, k_cache, v_cache, (table, kv_lens), (), **options))
+    assert (out[2] == 0).all()
+    assert (out[5:] == 0).all()
+
+
+@pytest.mark.parametrize("heads", CASES.values(), ids=CASES)
+def test_attend_of_decode_rows_and_chunks_equals_reference(heads):
+    k_cache, v_cache, tables, kv_lens = paged(heads, (9, 50, 5, 70, 0, 30, 33))
+    starts, span = chunk_rows((5, 40, 0, 1, 33))
+    q, options = heads.queries(2 + int(starts[-1]) + 4, "cpu"), heads.options("cpu")
+    decode, chunks = (tables[:2], kv_lens[:2]), (tables[2:], kv_lens[2:], starts, span)
+    out = FAST.attend(q, k_cache, v_cache, decode, chunks, **options)
+    assert_close(out, reference.attend(q, k_cache, v_cache, decode, chunks, **options))
+    assert (out[-4:] == 0).all()
+
+
+def test_rows_without_any_key_come_out_as_zero():
+    heads = Heads()
+    k_cache, v_cache, table, kv_lens = paged(heads, (0, 0))
+    out = FAST.attend(heads.queries(2, "cpu"), k_cache, v_cache, (table, kv_lens), (), scale=1.0)
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_long_chunks_are_cut_into_pieces(monkeypatch):
+    heads = Heads(softcap=1.0)
+    k_cache, v_cache, table, kv_lens = paged(heads, (90,))
+    starts, span = chunk_rows((60,))
+    q, options = heads.queries(60, "cpu"), heads.options("cpu")
+    monkeypatch.setattr("funcllm.kernels.cpu._SCORES_AT_ONCE", 7 * 4 * 90)
+    out = FAST.attend(q, k_cache, v_cache, (), (table, kv_lens, starts, span), **options)
+    assert_close(out, reference.attend(q, k_cache, v_cache, (), (table, kv_lens, starts, span), **options))
+
+
+def test_write_kv_writes_in_place_and_returns_the_caches():
+    heads = Heads(kv_heads=3, head_dim=20)
+    k_cache, v_cache, _, _ = paged(heads, (33,))
+    k, v = torch.randn(4, 3, 20), torch.randn(4, 3, 20)
+    slots = torch.tensor([40, 3, 17, 64])
+    expected = reference.write_kv(k, v, k_cache, v_cache, slots)
+    written = FAST.write_kv(k, v, k_cache, v_cache, slots)
+    for cache, result, want in zip((k_cache, v_cache), written, expected):
+        assert result is cache
+        torch.testing.assert_close(cache, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_copied_slots_are_the_first_of_each_block():
+    k_cache, v_cache = torch.randn(6, 5, 3, 20), torch.randn(6, 5, 3, 20)
+    before = k_cache.clone()
+    fast.copy_slots(k_cache, v_cache, torch.tensor([[1, 4, 2], [2, 5, 5], [1, 3, 0]], dtype=torch.int32))
+    assert torch.equal(k_cache[4], torch.cat([before[1, :2], before[4, 2:]]))
+    assert torch.equal(k_cache[5], before[2])
+    assert torch.equal(k_cache[:4], before[:4])
+    assert torch.equal(v_cache[5], v_cache[2])
+
+
+def test_one_compilation_serves_any_number_of_tokens_and_rows():
+    heads = Heads()
+    k_cache, v_cache, _, _ = paged(heads, (3,), spare_blocks=60)
+    counter = CompileCounterWithBackend("inductor")
+
+    def layer(x, k_cache, v_cache, slots, decode, chunks):
+        q, k, v = x.split([4, 2, 2], dim=1)
+        k_cache, v_cache = FAST.write_kv(k, v, k_cache, v_cache, slots)
+        return FAST.attend(q, k_cache, v_cache, decode, chunks, scale=0.25) * 2, k_cache, v_cache
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend=counter)
+    for num_decode, num_chunks in ((2, 2), (5, 3), (3, 7)):
+        starts, span = chunk_rows((16,) * num_chunks)
+        x = torch.randn(num_decode + 16 * num_chunks, 8, 16)
+        slots = 16 + torch.randperm(900)[: x.shape[0]]
+        decode = (1 + torch.randint(60, (num_decode, 4)).int(), 1 + torch.randint(60, (num_decode,)).int())
+        chunks = (1 + torch.randint(60, (num_chunks, 4)).int(), torch.full((num_chunks,), 16).int(), starts, span)
+        k_cache.fill_(0.5)
+        for tensor in (x, slots, *decode, *chunks):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        with torch.no_grad():
+            out, k_after, v_after = compiled(x, k_cache, v_cache, slots, decode, chunks)
+            assert k_after is k_cache
+            assert v_after is v_cache
+            expected, _, _ = layer(x, k_cache, v_cache, slots, decode, chunks)
+        assert torch.equal(k_cache.flatten(0, 1)[slots], x[:, 4:6])
+        torch.testing.assert_close(out, expected, equal_nan=True)
+    assert counter.frame_count == 1
+
+
+def test_ops_pass_torchs_own_checks():
+    heads = Heads()
+    k_cache, v_cache, table, kv_lens = paged(heads, (5, 20))
+    k_cache, v_cache = k_cache.nan_to_num(), v_cache.nan_to_num()
+    q, k = torch.randn(2, 4, 16), torch.randn(2, 2, 16)
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    write = torch.ops.funcllm.write_kv.default
+    torch.library.opcheck(write, (k, k.clone(), k_cache, v_cache, torch.tensor([3, 18])), test_utils=checks)
+    arguments = (q, k_cache, v_cache, table, kv_lens, None, None, None, None, None, 0.25, 0, 0.0, ops.TRITON)
+    torch.library.opcheck(torch.ops.funcllm.attend.default, arguments, test_utils=checks)
+
+
+def test_transforms_and_gradients_are_refused():
+    heads = Heads()
+    k_cache, v_cache, table, kv_lens = paged(heads, (5, 20))
+
+    def total(q):
+        return FAST.attend(q, k_cache, v_cache, (table, kv_lens), (), scale=1.0).sum()
+
+    def stored(k):
+        return FAST.write_kv(k, k, k_cache, v_cache, torch.tensor([16, 17]))[0].sum()
+
+    q, k = torch.randn(2, 4, 16), torch.randn(2, 2, 16)
+    for function, x in ((total, q), (stored, k)):
+        with pytest.raises(RuntimeError, match="kernels=REFERENCE"):
+            torch.func.grad(function)(x)
+        with pytest.raises(RuntimeError, match="kernels=REFERENCE"):
+            torch.func.jvp(function, (x,), (x,))
+        with pytest.raises(RuntimeError, match="kernels=REFERENCE"):
+            torch.func.vmap(function)(x[None])
+        with pytest.raises(RuntimeError, match="kernels=REFERENCE"):
+            function(x.clone().requires_grad_())
+
+
+def test_the_bundle_of_a_cpu_says_what_it_uses():
+    kernels = fast_kernels(torch.device("cpu"), 64, torch.float32, 16)
+    assert kernels.attend is FAST.attend
+    assert (kernels.prefill, kernels.decode) == ("cpu", "cpu")
+    assert "cpu" in kernels.why[0]
+    assert kernels == fast_kernels(torch.device("cpu"), 64, torch.float32, 16)
+    assert kernels != REFERENCE
+    assert hash(kernels) == hash(fast_kernels(torch.device("cpu"), 64, torch.float32, 16))
+
+
+def test_a_block_size_that_cuda_cannot_take_is_refused():
+    with pytest.raises(ValueError, match=r"block_size=24 is not a power of two >= 16"):
+        fast_kernels(torch.device("cuda"), 64, torch.float32, 24)
+
+
+def test_importing_the_bundle_does_not_import_flash_attn_or_transformers():
+    code = "import sys, funcllm.kernels.bundle; print([m for m in sys.modules if m in ('flash_attn', 'transformers')])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
