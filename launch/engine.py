@@ -170,10 +170,7 @@ class Engine:
             check=debug,
         )
         if self._scheduler.length_limit < max_model_len:
-            self._note(
-                f"the KV pool of {self.num_blocks} blocks x {block_size} tokens holds sequences of up to "
-                f"{self._scheduler.length_limit} tokens, not max_model_len={max_model_len}"
-            )
+            self.notes.append(f"sequences end at {self._scheduler.length_limit} tokens, where the KV pool is full")
         self._executor = _Executor(self._ranks, self._scheduler)
         self._loop = Loop(self._scheduler, self._executor, depth=depth)
         self._seed = seed
@@ -274,8 +271,8 @@ class Engine:
         return self._take(request_id, index)
 
     def abort(self, request_id: int) -> None:
-        """Ends a request wherever it is; it computes no more tokens. Aborting it again, or an unknown one, is
-        nothing.""" event = self._loop.abort(request_id)
+        """Ends a request wherever it is, at once. Aborting it again, or an unknown one, does nothing."""
+        event = self._loop.abort(request_id)
         if event is not None:
             self._apply(event)
 
@@ -649,7 +646,7 @@ def _dtype(dtype: str | torch.dtype | None, config: ModelConfig, on_gpu: bool) -
 def _block_size(on_gpu: bool, config: ModelConfig, dtype: torch.dtype) -> int:
     if not on_gpu:
         return 16
-    from funcllm.kernels.fast import fast_kernels
+    from funcllm.kernels.bundle import fast_kernels
 
     device = torch.device("cuda", torch.cuda.current_device())
     is_flash = fast_kernels(device, config.head_dim, dtype, 128).prefill.startswith("flash")

@@ -80,6 +80,17 @@ class Loop:
             self._fail(error)
             raise
 
+    def drain(self) -> list[Event]:
+        """Commits every step under way without launching another."""
+        self._raise_if_failed()
+        events: list[Event] = []
+        try:
+            while self._launched:
+                events += self._commit()
+        except Exception as error:
+            return events + self._fail(error)
+        return events
+
     def run(self) -> Iterator[Event]:
         """Steps until nothing is left to do, and yields all events."""
         while self.has_work:

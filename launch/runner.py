@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from funcllm.compile import Graph, compile_unit, num_compiled
 from funcllm.config import ModelConfig
 from funcllm.group import Group, all_reduce, all_reduce_max
-from funcllm.kernels.bundle import Kernels
-from funcllm.kernels.fast import copy_slots, fast_kernels
+from funcllm.kernels.bundle import Kernels, fast_kernels
+from funcllm.kernels.fast import copy_slots
 from funcllm.launch import memory
 from funcllm.launch.buckets import MIN_ROWS, Buckets
 from funcllm.launch.plan import HEADER, Ints, PackedPlan, Plan, admission_column, pack, unpack
@@ -489,7 +489,7 @@ def _admissions(plan: PackedPlan, words: Tensor, state: SequenceState, layers: L
             top_k_r=ints("top_k"),
             top_p_r=floats("top_p"),
             min_p_r=floats("min_p"),
-            seed_r=table_af[:, seed : seed + 2].contiguous().view(torch.int64)[:, 0],
+            seed_r=table_af[:, seed : seed + 2].clone(memory_format=torch.contiguous_format).view(torch.int64)[:, 0],
             min_length_r=ints("min_length"),
             stop_ids_rs=table_af[:, stop : stop + MAX_STOP_IDS],
         ),

@@ -236,6 +236,10 @@ class Scheduler:
         """Lets every running sequence compute all its tokens again, with the weights as they are then."""
         self._preempt_rows(np.flatnonzero(self._rows.active))
 
+    def request_ids(self, rows: Ints) -> list[RequestId | None]:
+        """The ids of the requests in these state rows now; None for a free row."""
+        return [None if s is None else s.request.id for s in self._row_sequences[rows]]
+
     @property
     def has_work(self) -> bool:
         return bool(self._sequences or self._in_flight or self._planned)
