@@ -387,3 +387,29 @@ def _combine_kernel(
     out = acc / tl.where(total > 0, total, 1.0)
     at = row * out_stride + head * HEAD_DIM + dims
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+# --- for the check without a GPU -------------------------------------------------------------------------------------
+
+
+def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """(name, kernel, signature, constants, options) of production launches, to be compiled for sm_90 in tests."""
+    signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
+    signature |= {"table_ptr": "*i32", "lens_ptr": "*i32", "sinks_ptr": "*fp32"}
+    signature |= {"partials_ptr": "*fp32", "lses_ptr": "*fp32", "scale": "fp32", "softcap": "fp32"}
+    signature |= dict.fromkeys(("q_stride", "out_stride", "table_stride"), "i32")
+    variants = []
+    for head_dim in (64, 80, 96, 128, 256):
+        for block_size, batch in ((128, 256), (16, 1)):
+            config = choose_config(batch, 8, head_dim, 40960, 2, 132)
+            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+            plain = decode_constants(32, 8, head_dim, block_size, 0, 0.0, None, config)
+            variants.append((f"decode-{head_dim}-{block_size}", _decode_kernel, signature, plain, options))
+        every = {**plain, "WINDOW": 4096, "HAS_SOFTCAP": True, "HAS_SINKS": True}
+        variants.append((f"decode-{head_dim}-options", _decode_kernel, signature, every, options))
+    combined = {"partials_ptr": "*fp32", "lses_ptr": "*fp32", "lens_ptr": "*i32", "sinks_ptr": "*fp32"}
+    combined |= {"out_ptr": "*bf16", "out_stride": "i32"}
+    for head_dim, splits, pdl in ((64, 2, False), (80, 5, True), (128, 33, True), (128, 128, False), (256, 16, False)):
+        constants = combine_constants(head_dim, 0, None, DecodeConfig(splits=splits, pdl=pdl))
+        variants.append((f"combine-{head_dim}-{splits}", _combine_kernel, combined, constants, {"num_warps": 4}))
+    return variants

@@ -432,3 +432,26 @@ def _zero_kernel(out_ptr, starts_ptr, num_chunks, out_stride, WIDTH: tl.constexp
     at = tl.arange(0, PADDED_WIDTH)
     zeros = tl.zeros([PADDED_WIDTH], tl.float32).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token.to(tl.int64) * out_stride + at, zeros, mask=at < WIDTH)
+
+
+# --- for the check without a GPU -------------------------------------------------------------------------------------
+
+
+def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """(name, kernel, signature, constants, options) of production launches, to be compiled for sm_90 in tests."""
+    signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
+    signature |= {"table_ptr": "*i32", "lens_ptr": "*i32", "starts_ptr": "*i32", "sinks_ptr": "*fp32"}
+    signature |= {"num_tokens": "i32", "num_chunks": "i32", "scale": "fp32", "softcap": "fp32"}
+    signature |= dict.fromkeys(("q_stride", "out_stride", "table_stride"), "i32")
+    variants = []
+    for head_dim in (64, 80, 96, 128, 256):
+        config = choose_prefill_config(head_dim, 2)
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        for block_size in (128, 16):
+            plain = prefill_constants(32, 8, head_dim, block_size, 0, 0.0, None, config)
+            variants.append((f"prefill-{head_dim}-{block_size}", _prefill_kernel, signature, plain, options))
+        every = {**plain, "WINDOW": 4096, "HAS_SOFTCAP": True, "HAS_SINKS": True}
+        variants.append((f"prefill-{head_dim}-options", _prefill_kernel, signature, every, options))
+    zeros = {"out_ptr": "*bf16", "starts_ptr": "*i32", "num_chunks": "i32", "out_stride": "i32"}
+    constants = {"WIDTH": 4096, "PADDED_WIDTH": 4096}
+    return [*variants, ("zero-padding", _zero_kernel, zeros, constants, {"num_warps": 4})]

@@ -6,6 +6,8 @@ multiplied.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -107,3 +109,19 @@ def _copy_kernel(
     v = tl.load(v_cache_ptr + source * WIDTH + at, mask=live)
     tl.store(k_cache_ptr + destination * WIDTH + at, k, mask=live)
     tl.store(v_cache_ptr + destination * WIDTH + at, v, mask=live)
+
+
+# --- for the check without a GPU -------------------------------------------------------------------------------------
+
+
+def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """(name, kernel, signature, constants, options) of production launches, to be compiled for sm_90 in tests."""
+    caches = {"k_cache_ptr": "*bf16", "v_cache_ptr": "*bf16"}
+    write = {"k_ptr": "*bf16", "v_ptr": "*bf16", **caches, "slots_ptr": "*i64", "k_stride": "i32", "v_stride": "i32"}
+    copy = {**caches, "copies_ptr": "*i32", "copy_stride": "i32", "column_stride": "i32"}
+    variants = []
+    for width in (640, 1024, 2048):
+        constants, options = write_constants(width), {"num_warps": warps_for(width)}
+        variants.append((f"write-{width}", _write_kernel, write, constants, options))
+        variants.append((f"copy-{width}", _copy_kernel, copy, {**constants, "BLOCK_SIZE": 128}, options))
+    return variants

@@ -1,4 +1,4 @@
-"""The attention and cache kernels under Triton's interpreter; test_kernels_attention.py runs this in its own process."""
+"""Attention and cache kernels under Triton's interpreter; test_kernels_attention.py runs this in its own process."""
 
 from __future__ import annotations
 

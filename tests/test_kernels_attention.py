@@ -1,4 +1,4 @@
-"""Attention and the cache: the CPU ops and the torch ops against the reference, the Triton kernels under the interpreter.
+"""Attention and the cache: CPU ops and torch ops against the reference, Triton kernels under the interpreter.
 
 The interpreter must be chosen before triton is imported, so interpreted_attention.py runs in a process of its own.
 """
