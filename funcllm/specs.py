@@ -129,7 +129,7 @@ def assemble(
     progress: told the bytes of each parameter when it stands. Made under no_grad, not in inference mode: autograd and
     in-place updates work on them. Raises ValueError where a tensor read has not the shape that its slices ask for.
     """
-    stage = _Staging(torch.device(device))
+    stage = Staging(torch.device(device))
 
     def make(spec: Spec) -> Tensor:
         param = torch.empty(local_shape(spec, group), dtype=spec.dtype or dtype, device=device)
@@ -282,7 +282,7 @@ def _checked(tensor: Tensor, part: Part, slices: tuple[slice, ...]) -> Tensor:
     return tensor
 
 
-def _fill_part(view: Tensor, part: Part, group: Group, tensor: Tensor, stage: _Staging) -> None:
+def _fill_part(view: Tensor, part: Part, group: Group, tensor: Tensor, stage: Staging) -> None:
     own = _unpadded(view, part, group)
     stage.copy(own, tensor)
     if part.axis is not None and own.shape != view.shape:
@@ -290,7 +290,7 @@ def _fill_part(view: Tensor, part: Part, group: Group, tensor: Tensor, stage: _S
         view.narrow(part.axis, used, view.shape[part.axis] - used).zero_()
 
 
-class _Staging:
+class Staging:
     """Copies host tensors to a device: two pinned buffers in turn on CUDA, a plain copy elsewhere.
 
     A page-cached file is read into one buffer while the other is on its way, which a copy from pageable memory cannot.

@@ -19,7 +19,7 @@ from funcllm.qwen3 import param_specs
 from funcllm.record import Layers
 from funcllm.specs import assemble, init_params, named, spec_leaves, specs_of, whole
 from funcllm.types import Component, Part, Spec
-from funcllm.weights.load import canonical, load_params, open_checkpoint, read_from, reader, refill
+from funcllm.weights.load import canonical, layer_sources, load_params, open_checkpoint, read_from, reader, refill
 from tests.tiny import HF_CONFIGS, tiny_folder
 
 WEIGHTS = "model.safetensors"
@@ -148,7 +148,7 @@ def test_canonical_names():
 
 def test_one_tensor_under_two_names_is_refused(folder):
     edit_tensors(folder, norm__weight=torch.ones(64))
-    with pytest.raises(ValueError, match=r"both (model\.)?norm\.weight and (model\.)?norm\.weight, .*keep one"):
+    with pytest.raises(ValueError, match=r"both (model\.)?norm\.weight and (model\.)?norm\.weight are .*keep one"):
         load(folder)
 
 
@@ -423,6 +423,39 @@ def test_a_source_goes_before_the_checkpoint(folder):
     assert torch.equal(params.norm.weight, torch.full((64,), 2.0))
 
 
+def test_a_records_sources_are_found_by_their_places():
+    def place(name: str) -> Component:
+        return Component(lambda *args: args[0], source={"name": name})
+
+    layers = Layers(mlp=place("all"), norm=place("norms"), embed=place("embed"))
+    layers = layers.at(1, mlp=place("one"), attention=place("attention"))
+    sources = {where: source["name"] for where, source in layer_sources(layers, 2).items()}
+    norms = {
+        f"layers.{i}.{name}": "norms" for i in range(2) for name in ("input_layernorm", "post_attention_layernorm")
+    }
+    assert sources == norms | {
+        "embed": "embed",
+        "norm": "norms",
+        "layers.0.mlp": "all",
+        "layers.1.mlp": "one",
+        "layers.1.attention": "attention",
+    }
+
+
+def test_a_whole_mapping_loads_like_its_folder(folder):
+    stored = {f"module.{name}": tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    config = ModelConfig.from_pretrained(folder)
+    specs = own_specs(folder)
+    ours, theirs = named(load_params(stored, specs, config=config), specs), named(load_params(folder, specs), specs)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    with pytest.raises(ValueError, match="needs the model's config"):
+        load_params(stored, specs)
+    del stored["module.model.norm.weight"]
+    with pytest.raises(ValueError, match=r"the tensors given: no model\.norm\.weight"):
+        load_params(stored, specs, config=config)
+
+
 def test_a_source_of_another_shape_or_kind_is_refused(folder):
     with pytest.raises(ValueError, match=r"gate\.weight \[3, 64\] instead of \[2, 64\]"):
         load_params(folder, own_specs(folder), sources={"layers.1.mlp": {"gate.weight": torch.ones(3, 64)}})
@@ -478,6 +511,9 @@ def test_read_from_takes_mappings_and_streams_in_any_order(tp, folder):
     for items in (stored, iter(stored.items()), iter([("other", torch.ones(1)), *prefixed])):
         loaded = named(assemble(specs, read_from(items, specs), group), specs, group)
         assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    for items in (stored, iter(prefixed)):
+        loaded = named(assemble(specs, read_from(items), group), specs, group)
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 def test_read_from_reads_a_name_that_two_specs_share():
@@ -490,6 +526,8 @@ def test_read_from_refuses_gaps_and_other_shapes():
     specs = {"a": Spec(parts=(Part(name="a", shape=(2,)),)), "b": Spec(parts=(Part(name="b", shape=(2,)),))}
     with pytest.raises(ValueError, match="b is not among the tensors given"):
         assemble(specs, read_from([("a", torch.ones(2))], specs))
+    with pytest.raises(ValueError, match="b is not among the tensors given"):
+        assemble(specs, read_from({"a": torch.ones(2)}))
     with pytest.raises(ValueError, match=r"b has shape \[3\]; the model needs \[2\]"):
         assemble(specs, read_from({"a": torch.ones(2), "b": torch.ones(3)}, specs))
 

@@ -12,6 +12,7 @@ from funcllm.group import SINGLE, Group
 from funcllm.qwen3 import param_specs
 from funcllm.record import Layers
 from funcllm.specs import (
+    Staging,
     ahead,
     assemble,
     fill,
@@ -230,6 +231,44 @@ def test_ahead_keeps_the_order_and_passes_errors_on():
     assert [next(results), next(results)] == [0, 1]
     with pytest.raises(ZeroDivisionError):
         next(results)
+
+
+def test_staged_copies_are_cut_to_the_buffers_and_cast(monkeypatch):
+    class Event:
+        waits = 0
+
+        def synchronize(self) -> None:
+            Event.waits += 1
+
+        def record(self, stream: object) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    stage = Staging(torch.device("cpu"))
+    stage.buffers = [(torch.empty(64, dtype=torch.uint8), Event()) for _ in range(2)]  # type: ignore[misc]
+    source = torch.randn(3, 40).T
+    for target in (torch.empty(40, 3, dtype=torch.float64), torch.zeros(40, 5, dtype=torch.bfloat16)[:, 1:4]):
+        stage.copy(target, source)
+        assert torch.equal(target, source.to(target.dtype))
+    assert Event.waits == 20 + 4  # 2 rows of 24 bytes at a time, then 10 of 6
+    scalar, wide = torch.zeros(()), torch.zeros(1, 100)
+    stage.copy(scalar, torch.tensor(3.0))
+    stage.copy(wide, torch.ones(1, 100))
+    assert (scalar.item(), wide.sum().item(), Event.waits) == (3.0, 100.0, 24)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_parameters_on_a_gpu_are_those_on_the_cpu():
+    config = tiny_config(vocab_size=100_003, hidden_size=512)  # an embedding larger than the staging buffers
+    for rank in range(2):
+        group = Group(rank, 2)
+        specs = param_specs(config, Layers(), group)
+        here = init_params(specs, group, seed=1, dtype=torch.bfloat16)
+        there = init_params(specs, group, seed=1, dtype=torch.bfloat16, device="cuda")
+        for ours, theirs in zip(torch.utils._pytree.tree_leaves(here), torch.utils._pytree.tree_leaves(there)):
+            assert theirs.is_cuda
+            assert torch.equal(ours, theirs.cpu())
 
 
 # --- modules ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ are not and what to do.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import math
 import re
 import struct
 import sys
@@ -28,8 +30,9 @@ from torch import Tensor, nn
 from funcllm.config import ModelConfig, parse_dtype, read_json
 from funcllm.group import SINGLE, Group
 from funcllm.qwen3 import param_specs
+from funcllm.record import FUNCTIONS, MODEL_FUNCTIONS, Layers
 from funcllm.specs import assemble, fill, init_part, nbytes, spec_leaves
-from funcllm.types import Part, PyTree, Read, Spec
+from funcllm.types import Component, Part, PyTree, Read, Spec
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -52,7 +55,7 @@ class Entry:
 
 
 def load_params(
-    folder: str | Path,
+    folder: str | Path | Mapping[str, Tensor],
     specs: PyTree,
     group: Group = SINGLE,
     *,
@@ -63,24 +66,56 @@ def load_params(
     strict: bool = False,
     progress: bool | None = None,
 ) -> PyTree:
-    """This rank's parameters from a Hugging Face folder, cast to dtype.
+    """This rank's parameters from a Hugging Face folder, or a mapping name -> whole tensor, cast to dtype.
 
-    dtype: None or "auto" is the config's, else that of the stored weights. config: the folder's own by default.
-    sources: place ("layers.3.mlp", or "" for all) -> a mapping, a safetensors file or a module, asked before the folder
-    by full names and by names relative to the place; what none has is filled by the Spec's init, unless it belongs to
-    the architecture. strict: unused tensors are an error, not a warning. progress: a bar on stderr from rank 0; None:
-    when stderr is a terminal.
+    dtype: None or "auto" is the config's, else that of the stored weights. config: the folder's own by default, needed
+    with a mapping. sources: place ("layers.3.mlp", or "" for all) -> a mapping, a safetensors file or a module, asked
+    before the folder by full names and by names relative to the place (see `layer_sources`); what none has is filled by
+    the Spec's init, unless it belongs to the architecture. strict: unused tensors are an error, not a warning.
+    progress: a bar on stderr from rank 0; None: when stderr is a terminal.
     """
-    entries = open_checkpoint(folder)
-    config = config or ModelConfig.from_pretrained(folder)
-    own_sources = {place: _mapping(source) for place, source in (sources or {}).items()}
+    if isinstance(folder, Mapping):
+        if config is None:
+            raise ValueError("load_params from a mapping needs the model's config; pass config=")
+        where, all_found = "the tensors given", [_given(name, tensor) for name, tensor in folder.items()]
+    else:
+        where, all_found = str(folder), _stored(open_checkpoint(folder))
+        config = config or ModelConfig.from_pretrained(folder)
     required = {part.name for spec in spec_leaves(param_specs(config)) for part in spec.parts}
-    found = _locate(specs, entries, own_sources, required, Path(folder))
+    by_name = _by_canonical_name(all_found, where)
+    own = {place: _mapping(source) for place, source in (sources or {}).items()}
+    found = _locate(specs, by_name, own, required, where)
     if group.rank == 0:
-        _check_extras(specs, entries, config, required, Path(folder), strict)
-    chosen = parse_dtype(dtype) or config.dtype or _stored_dtype(found, entries)
+        _check_extras(specs, by_name, config, required, where, strict)
+    chosen = parse_dtype(dtype) or config.dtype or _stored_dtype(found.values())
+
+    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
+        return found[name].read(slices)
+
     with _bar(progress, group, nbytes(specs, group, chosen)) as advance:
-        return assemble(specs, _reader(found), group, device=device, dtype=chosen, progress=advance)
+        return assemble(specs, read, group, device=device, dtype=chosen, progress=advance)
+
+
+def layer_sources(layers: Layers, num_layers: int) -> dict[str, Any]:
+    """Place -> source of every Component in a record that has one; for `load_params(..., sources=)`."""
+    sources: dict[str, Any] = {}
+    for index in (None, *range(num_layers)):
+        record = layers.of(index)
+        for name in FUNCTIONS:
+            fn = getattr(record, name)
+            if isinstance(fn, Component) and fn.source is not None:
+                sources |= dict.fromkeys(_places(name, index), fn.source)
+    return sources
+
+
+def _places(function: str, index: int | None) -> tuple[str, ...]:
+    """Where the parameters of a function stand: outside the layers (None), or in one of them."""
+    if index is None:
+        return (function,) if function in (*MODEL_FUNCTIONS, "norm") else ()
+    if function in MODEL_FUNCTIONS:
+        return ()
+    names = ("input_layernorm", "post_attention_layernorm") if function == "norm" else (function,)
+    return tuple(f"layers.{index}.{name}" for name in names)
 
 
 def refill(params: PyTree, specs: PyTree, source: Any, group: Group = SINGLE, *, partial: bool = False) -> set[str]:
@@ -110,11 +145,11 @@ def refill(params: PyTree, specs: PyTree, source: Any, group: Group = SINGLE, *,
     return written
 
 
-def read_from(items: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], specs: PyTree) -> Read:
+def read_from(items: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], specs: PyTree = ()) -> Read:
     """A Read for `assemble` over whole tensors: a mapping, or a stream of pairs in any order.
 
-    A tensor of the stream is kept until its last reading. Raises ValueError for a wrong shape and a name that is not
-    there.
+    With the specs, a tensor of another shape is a ValueError, names that they lack are passed over, and a tensor of a
+    stream is kept until its last reading only. A name that is not there is a ValueError when it is read.
     """
     parts = [part for spec in spec_leaves(specs) for part in spec.parts]
     shapes = {canonical(part.name): part.shape for part in parts}
@@ -125,17 +160,17 @@ def read_from(items: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], specs:
     def read(name: str, slices: tuple[slice, ...]) -> Tensor:
         wanted = canonical(name)
         while wanted not in kept:
-            try:
-                stored, tensor = next(stream)
-            except StopIteration:
-                raise ValueError(f"{name} is not among the tensors given; the model needs it") from None
+            pair = next(stream, None)
+            if pair is None:
+                raise ValueError(f"{name} is not among the tensors given; the model needs it")
+            stored, tensor = pair
             key = canonical(stored)
             if key in shapes and tuple(tensor.shape) != shapes[key]:
-                raise ValueError(f"{name} has shape {list(tensor.shape)}; the model needs {list(shapes[key])}")
-            if readings[key] > 0:
+                raise ValueError(f"{stored} has shape {list(tensor.shape)}; the model needs {list(shapes[key])}")
+            if not parts or readings[key] > 0:
                 kept[key] = tensor
         readings[wanted] -= 1
-        tensor = kept[wanted] if readings[wanted] > 0 else kept.pop(wanted)
+        tensor = kept.pop(wanted) if readings[wanted] == 0 else kept[wanted]
         return tensor[slices]
 
     return read
@@ -143,15 +178,14 @@ def read_from(items: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], specs:
 
 def reader(folder: str | Path) -> Read:
     """A Read over the safetensors files of a folder; slices are views of the mapped file until they are copied."""
-    found = _by_canonical_name(open_checkpoint(folder), Path(folder))
+    by_name = _by_canonical_name(_stored(open_checkpoint(folder)), str(folder))
 
-    def part_entry(name: str) -> Entry:
-        if canonical(name) not in found:
+    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
+        if canonical(name) not in by_name:
             raise ValueError(f"{folder} holds no tensor {name}; the download may be incomplete")
-        return found[canonical(name)]
+        return by_name[canonical(name)].read(slices)
 
-    open_file = _files()
-    return lambda name, slices: _stored_slice(open_file, part_entry(name), slices)
+    return read
 
 
 def canonical(name: str) -> str:
@@ -273,86 +307,83 @@ def _check_index(folder: Path, weight_map: Mapping[str, str], stored: Mapping[Pa
 
 # --- matching names --------------------------------------------------------------------------------------------------
 
-Place = Callable[[tuple[slice, ...]], Tensor]
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """A tensor that can be read: its stored name, what its dtype is called, its shape, its slices."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[tuple[slice, ...]], Tensor]
+
+
+def _stored(entries: Mapping[str, Entry]) -> list[_Found]:
+    open_file = _files()
+
+    def found(name: str, entry: Entry) -> _Found:
+        read = functools.partial(_stored_slice, open_file, entry)
+        return _Found(name=name, dtype=entry.dtype, shape=entry.shape, read=read)
+
+    return [found(name, entry) for name, entry in entries.items()]
+
+
+def _given(name: str, tensor: Tensor) -> _Found:
+    dtype = next((code for code, known in _FLOATS.items() if known is tensor.dtype), str(tensor.dtype))
+    return _Found(name=name, dtype=dtype, shape=tuple(tensor.shape), read=tensor.__getitem__)
+
+
+def _initialised(part: Part, spec: Spec) -> _Found:
+    def read(slices: tuple[slice, ...]) -> Tensor:
+        return init_part(part.name, part.shape, init=spec.init)[slices]
+
+    return _Found(name=part.name, dtype="init", shape=part.shape, read=read)
 
 
 def _locate(
     specs: PyTree,
-    entries: Mapping[str, Entry],
+    by_name: Mapping[str, _Found],
     sources: Mapping[str, Mapping[str, Tensor]],
     required: set[str],
-    folder: Path,
-) -> dict[str, Place | Entry]:
-    """Where each part is read from: a source, the folder, or its init. Raises for all that is missing or misshapen."""
-    stored = _by_canonical_name(entries, folder)
-    open_file = _files()
+    where: str,
+) -> dict[str, _Found]:
+    """Each part's tensor: of a source, the checkpoint or its init. Raises for all that is missing or misshapen."""
     missing: list[Part] = []
     misshapen: list[tuple[Part, tuple[int, ...]]] = []
-    places: dict[str, Any] = {}
+    located: dict[str, _Found] = {}
     for spec in spec_leaves(specs):
         for part in spec.parts:
-            given = _from_sources(part.name, sources)
-            entry = stored.get(canonical(part.name))
-            if given is not None:
-                shape: tuple[int, ...] = tuple(given.shape)
-                places[part.name] = given.__getitem__
-            elif entry is not None:
-                shape = entry.shape
-                _refuse_quantised(entry, spec)
-                places[part.name] = _StoredPlace(open_file, entry)
-            elif spec.init is not None and part.name not in required:
-                shape = part.shape
-                places[part.name] = _InitPlace(part, spec)
-            else:
+            found = _from_sources(part.name, sources) or by_name.get(canonical(part.name))
+            if found is None and spec.init is not None and part.name not in required:
+                found = _initialised(part, spec)
+            if found is None:
                 missing.append(part)
                 continue
-            if shape != part.shape:
-                misshapen.append((part, shape))
-    _refuse_gaps(missing, misshapen, str(folder))
-    return places
+            located[part.name] = found
+            _refuse_quantised(found, spec, where)
+            if found.shape != part.shape:
+                misshapen.append((part, found.shape))
+    _refuse_gaps(missing, misshapen, where)
+    return located
 
 
-@dataclass(frozen=True)
-class _StoredPlace:
-    open_file: Callable[[Path], Any]
-    entry: Entry
-
-    def __call__(self, slices: tuple[slice, ...]) -> Tensor:
-        return _stored_slice(self.open_file, self.entry, slices)
-
-
-@dataclass(frozen=True)
-class _InitPlace:
-    part: Part
-    spec: Spec
-
-    def __call__(self, slices: tuple[slice, ...]) -> Tensor:
-        return init_part(self.part.name, self.part.shape, init=self.spec.init)[slices]
+def _by_canonical_name(all_found: Iterable[_Found], where: str) -> dict[str, _Found]:
+    by_name: dict[str, _Found] = {}
+    for found in all_found:
+        other = by_name.setdefault(canonical(found.name), found)
+        if other is not found:
+            raise ValueError(f"{where}: both {other.name} and {found.name} are the same tensor; keep one of them")
+    return by_name
 
 
-def _reader(places: Mapping[str, Any]) -> Read:
-    return lambda name, slices: places[name](slices)
-
-
-def _by_canonical_name(entries: Mapping[str, Entry], folder: Path) -> dict[str, Entry]:
-    named: dict[str, Entry] = {}
-    for name, entry in entries.items():
-        other = named.setdefault(canonical(name), entry)
-        if other is not entry:
-            raise ValueError(
-                f"{folder} holds both {other.name} and {name}, which are the same tensor; keep one of them"
-            )
-    return named
-
-
-def _from_sources(name: str, sources: Mapping[str, Mapping[str, Tensor]]) -> Tensor | None:
+def _from_sources(name: str, sources: Mapping[str, Mapping[str, Tensor]]) -> _Found | None:
     for place, tensors in sources.items():
         relative = name[len(place) + 1 :] if place and name.startswith(f"{place}.") else name
         if place and relative == name:
             continue
         for key in (name, relative):
             if key in tensors:
-                return tensors[key]
+                return _given(key, tensors[key])
     return None
 
 
@@ -434,42 +465,42 @@ def _refuse_gaps(missing: list[Part], misshapen: list[tuple[Part, tuple[int, ...
         raise ValueError("; ".join(complaints))
 
 
-def _refuse_quantised(entry: Entry, spec: Spec) -> None:
+def _refuse_quantised(found: _Found, spec: Spec, where: str) -> None:
     integers_wanted = spec.dtype is not None and not spec.dtype.is_floating_point
-    if entry.dtype not in _FLOATS and not integers_wanted:
+    if found.dtype not in (*_FLOATS, "init") and not integers_wanted:
         raise ValueError(
-            f"{entry.file}: {entry.name} is stored as {entry.dtype}: the checkpoint is quantised; use the unquantised"
+            f"{where}: {found.name} is stored as {found.dtype}: the checkpoint is quantised; use the unquantised"
             " bf16, fp16 or fp32 checkpoint"
         )
 
 
 def _check_extras(
-    specs: PyTree, entries: Mapping[str, Entry], config: ModelConfig, required: set[str], folder: Path, strict: bool
+    specs: PyTree, by_name: Mapping[str, _Found], config: ModelConfig, required: set[str], where: str, strict: bool
 ) -> None:
     """Tensors that no spec asks for: an error where dropping them changes the model, else one warning or nothing."""
     used = {canonical(part.name) for spec in spec_leaves(specs) for part in spec.parts}
     known = used | {canonical(name) for name in required}
-    extras = [name for name in entries if canonical(name) not in known and not _HARMLESS.search(name)]
+    extras = [found.name for name, found in by_name.items() if name not in known and not _HARMLESS.search(found.name)]
     for pattern, what, way_out in (
         (_ADAPTER, "an adapter that is not merged", "merge it into its base first (peft: merge_and_unload)"),
         (_QUANTISED, "quantised weights", "use the unquantised bf16, fp16 or fp32 checkpoint"),
     ):
         matching = [name for name in extras if pattern.search(name)]
         if matching:
-            raise ValueError(f"{folder} holds {what} ({_compressed(matching)}); {way_out}")
+            raise ValueError(f"{where} holds {what} ({_compressed(matching)}); {way_out}")
     if config.tie_word_embeddings and "lm_head.weight" in map(canonical, extras):
-        _check_tied_head(entries, folder)
+        _check_tied_head(by_name, where)
         extras = [name for name in extras if canonical(name) != "lm_head.weight"]
     denied = [name for name in extras if _changes_the_model(canonical(name), used)]
     if denied:
         raise ValueError(
-            f"{folder} holds {_compressed(denied)}, which a {config.architecture} with this config.json does not use;"
+            f"{where} holds {_compressed(denied)}, which a {config.architecture} with this config.json does not use;"
             " without them the model is another: use the config.json that belongs to the weights"
         )
     if extras and strict:
-        raise ValueError(f"{folder} holds tensors that the model does not use: {_compressed(extras)}; remove them")
+        raise ValueError(f"{where} holds tensors that the model does not use: {_compressed(extras)}; remove them")
     if extras:
-        warnings.warn(f"{folder}: tensors that the model does not use: {_compressed(extras)}", stacklevel=3)
+        warnings.warn(f"{where}: tensors that the model does not use: {_compressed(extras)}", stacklevel=3)
 
 
 def _changes_the_model(name: str, used: set[str]) -> bool:
@@ -479,22 +510,18 @@ def _changes_the_model(name: str, used: set[str]) -> bool:
     return (leaf == "bias" and f"{layer}.weight" in used) or (norm_of != layer and f"{norm_of}.weight" in used)
 
 
-def _check_tied_head(entries: Mapping[str, Entry], folder: Path) -> None:
+def _check_tied_head(by_name: Mapping[str, _Found], where: str) -> None:
     """A stored head beside a tied config must be the embedding; a few rows tell."""
-    by_name = _by_canonical_name(entries, folder)
     head, embed = by_name["lm_head.weight"], by_name.get("embed_tokens.weight")
     if embed is None:
         return
-    open_file = _files()
     same = head.shape == embed.shape
-    rows = (0, 1, head.shape[0] // 2, head.shape[0] - 1) if same else ()
-    for row in rows:
+    for row in (0, 1, head.shape[0] // 2, head.shape[0] - 1) if same else ():
         slices = (slice(row, row + 1), slice(0, head.shape[1]))
-        ours, theirs = (_stored_slice(open_file, entry, slices).float() for entry in (head, embed))
-        same = same and torch.equal(ours, theirs)
+        same = same and torch.equal(head.read(slices).float().cpu(), embed.read(slices).float().cpu())
     if not same:
         raise ValueError(
-            f"{folder} stores an lm_head.weight that differs from the embedding, and config.json says"
+            f"{where} stores an lm_head.weight that differs from the embedding, and config.json says"
             " tie_word_embeddings; set it to false to use the stored head"
         )
 
@@ -523,13 +550,12 @@ def _ranges(numbers: list[int]) -> str:
 # --- dtype and progress ----------------------------------------------------------------------------------------------
 
 
-def _stored_dtype(places: Mapping[str, Any], entries: Mapping[str, Entry]) -> torch.dtype:
-    """The dtype of the largest tensor read from the folder; fp32 where nothing is."""
-    stored = [place.entry for place in places.values() if isinstance(place, _StoredPlace)]
-    floats = [entry for entry in stored if entry.dtype in ("F32", "F16", "BF16")]
+def _stored_dtype(found: Iterable[_Found]) -> torch.dtype:
+    """The dtype of the largest stored tensor; fp32 where none is stored."""
+    floats = [tensor for tensor in found if tensor.dtype in ("F32", "F16", "BF16")]
     if not floats:
         return torch.float32
-    return _FLOATS[max(floats, key=lambda entry: torch.Size(entry.shape).numel()).dtype]
+    return _FLOATS[max(floats, key=lambda tensor: math.prod(tensor.shape)).dtype]
 
 
 @contextlib.contextmanager
