@@ -1,0 +1,54 @@
+"""How a small-batch matrix product is cut up on a GPU: configurations, and the choice among them from sizes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_ROWS = 16
+_STREAM_ROWS = 4  # up to here the streaming kernel is chosen
+_VECTOR = 8  # elements of a 16-byte load
+_SHARE = 32  # elements of the weight that a thread of the streaming kernel holds, about
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemvConfig:
+    """How a launch is cut up. block_n: rows of the weight a program; block_k: columns a piece (0: all at once);
+    tensor_cores: which of the two kernels; num_stages: pieces in flight where there are several."""
+
+    block_n: int
+    num_warps: int
+    block_k: int = 0
+    num_stages: int = 1
+    tensor_cores: bool = False
+
+    def packed(self) -> list[int]:
+        """The configuration as an op argument."""
+        return [self.block_n, self.num_warps, self.block_k, self.num_stages, int(self.tensor_cores)]
+
+
+def unpacked(config: list[int]) -> GemvConfig:
+    """The configuration that `packed` gave."""
+    block_n, num_warps, block_k, num_stages, tensor_cores = config
+    return GemvConfig(
+        block_n=block_n, num_warps=num_warps, block_k=block_k, num_stages=num_stages, tensor_cores=bool(tensor_cores)
+    )
+
+
+def choose_config(rows: int, out_features: int, in_features: int, silu: bool) -> GemvConfig:
+    """A good configuration from sizes alone, before any measurement."""
+    if rows > _STREAM_ROWS:
+        block_n = 16 if out_features <= 4096 else 32
+        return GemvConfig(
+            block_n=block_n, num_warps=4, block_k=min(256, next_power_of_2(in_features)), num_stages=4,
+            tensor_cores=True,
+        )  # fmt: skip
+    width = next_power_of_2(in_features)
+    block_n = 2 if silu or width >= 8192 or out_features <= 1024 else 4
+    held = width * block_n * (2 if silu else 1)
+    warps = max(1, min(16, next_power_of_2(held // (32 * _SHARE)), width // (32 * _VECTOR)))
+    return GemvConfig(block_n=block_n, num_warps=warps)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
