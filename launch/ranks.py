@@ -793,9 +793,7 @@ def _device_of(device: str | torch.device, rank: int, tp: int) -> torch.device:
     first, visible = device.index or 0, torch.cuda.device_count()
     local = rank % int(os.environ.get("LOCAL_WORLD_SIZE", tp)) if _torchrun_rank(tp) is not None else rank
     if first + local >= visible:
-        raise ValueError(
-            f"rank {rank} of tp={tp} needs GPU {first + local}, but {visible} are visible; use a smaller tp"
-        )
+        raise ValueError(f"rank {rank} of tp={tp} needs GPU {first + local}, {visible} are visible; use a smaller tp")
     return torch.device("cuda", first + local)
 
 

@@ -1,0 +1,466 @@
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from funcllm.group import SINGLE, Group, all_gather, all_reduce
+from funcllm.launch import ranks as ranks_module
+from funcllm.launch.errors import CallError, EngineError
+from funcllm.launch.ranks import Ranks, start_ranks
+
+SOON = 5.0  # seconds within which all ranks must have ended
+SLACK = 5.0  # what a loaded machine may take on top
+
+PLAN = np.array([1, 2, 3], np.int32)
+
+
+class Toy:
+    """A runtime whose step is one all_reduce."""
+
+    def __init__(self, group: Group, device: torch.device, payload: Any) -> None:
+        self.group, self.device, self.payload = group, device, payload
+        self.plans: list[list[int]] = []
+        self.closed = False
+        if callable(payload):
+            payload(group)
+
+    def execute(self, words: npt.NDArray[np.int32]) -> torch.Tensor:
+        self.plans.append(words.tolist())
+        if words[0] == -1 and self.group.rank == 1:
+            raise ArithmeticError("rank 1 cannot follow this plan")
+        return all_reduce(torch.tensor(words.tolist()), self.group)
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return fn(self, *args)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def pid(_: Toy) -> int:
+    return os.getpid()
+
+
+def reduce_after_rank_1(toy: Toy, seconds: float) -> float:
+    """Rank 0 is in the collective while rank 1 sleeps."""
+    if toy.group.rank == 1:
+        time.sleep(seconds)
+    return all_reduce(torch.ones(1), toy.group).item()
+
+
+def gone(process_id: int) -> bool:
+    """Whether a process has ended; one that its parent has not waited for counts as ended."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rsplit(")")[-1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def assert_all_gone(process_ids: list[int], within: float = SOON + SLACK) -> None:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline and not all(map(gone, process_ids)):
+        time.sleep(0.02)
+    left = [process_id for process_id in process_ids if not gone(process_id)]
+    assert left == []
+
+
+@contextlib.contextmanager
+def ends_soon() -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < SOON + SLACK
+
+
+@contextlib.contextmanager
+def toys(tp: int, payload: Any = None) -> Iterator[tuple[Ranks, list[int]]]:
+    """The ranks and the process ids of the workers, which must all be gone at the end."""
+    with start_ranks(tp, Toy, payload) as ranks:
+        workers = ranks.call(pid)[1:]
+        yield ranks, workers
+    assert_all_gone(workers)
+
+
+def test_a_single_rank_starts_no_process() -> None:
+    with start_ranks(1, Toy, "payload") as ranks:
+        assert ranks.group is SINGLE
+        assert ranks.execute(PLAN).tolist() == [1, 2, 3]
+        assert ranks.call(pid) == [os.getpid()]
+        assert ranks.runtime.payload == "payload"
+    assert ranks.runtime.closed
+    with pytest.raises(EngineError, match="closed; open a new one"):
+        ranks.execute(PLAN)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_plans_and_calls_reach_every_rank_in_order(tp: int) -> None:
+    with toys(tp, {"scale": 3}) as (ranks, workers):
+        assert len({os.getpid(), *workers}) == tp
+        plans = [np.arange(1, size, dtype=np.int32) for size in (2, 40_000, 3)]
+        for plan in plans:
+            assert ranks.execute(plan).tolist() == (plan * tp).tolist()
+        assert ranks.call(lambda toy: toy.plans) == [[plan.tolist() for plan in plans]] * tp
+        assert ranks.call(lambda toy, x: x * toy.group.rank * toy.payload["scale"], 2) == [6 * r for r in range(tp)]
+        gathered = ranks.call(lambda toy: all_gather(torch.tensor([toy.group.rank]), toy.group).tolist())
+        assert gathered == [list(range(tp))] * tp
+        assert ranks.failure is None
+
+
+def test_a_slow_worker_gets_two_plans_sent_back_to_back_from_one_buffer() -> None:
+    with toys(2) as (ranks, _):
+        ranks.call(
+            lambda toy: setattr(toy, "execute", lambda words: (time.sleep(0.3), toy.plans.append(words.tolist())))
+        )
+        buffer = np.full(200_000, 1, np.int32)
+        ranks.send_plan(buffer)
+        buffer[:] = 2
+        ranks.send_plan(buffer[:5])
+        buffer[:] = 3
+        first, second = ranks.call(lambda toy: toy.plans)[1]
+        assert first == [1] * 200_000
+        assert second == [2] * 5
+
+
+def test_two_engines_run_beside_each_other_in_one_process() -> None:
+    with toys(2) as (one, _), toys(2) as (two, _):
+        for _ in range(3):
+            assert one.execute(PLAN).tolist() == two.execute(PLAN).tolist() == [2, 4, 6]
+        assert len(set(one.call(pid) + two.call(pid))) == 3
+    with toys(2) as (three, _):
+        assert three.execute(PLAN).tolist() == [2, 4, 6]
+
+
+def test_tensors_come_back_from_every_rank() -> None:
+    with toys(2) as (ranks, _):
+        results = ranks.call(lambda toy, x: {"x": x + toy.group.rank}, torch.zeros(2))
+        assert [result["x"].tolist() for result in results] == [[0, 0], [1, 1]]
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def raise_on_rank_1(group: Group) -> None:
+    if group.rank == 1:
+        raise KeyError("no such weight")
+    all_reduce(torch.ones(1), group)
+
+
+def test_a_rank_that_fails_in_load_ends_all_with_its_traceback() -> None:
+    with ends_soon(), pytest.raises(EngineError, match=r"(?s)rank 1 failed:.*raise_on_rank_1.*no such weight"):
+        start_ranks(2, Toy, raise_on_rank_1)
+    assert_all_gone(children())
+
+
+def raise_on_rank_0(group: Group) -> None:
+    if group.rank == 0:
+        raise ValueError("bad folder")
+    all_reduce(torch.ones(1), group)
+
+
+def test_an_error_of_rank_0_in_load_is_raised_as_it_is() -> None:
+    with ends_soon(), pytest.raises(ValueError, match="bad folder"):
+        start_ranks(2, Toy, raise_on_rank_0)
+    assert_all_gone(children())
+
+
+def test_a_worker_that_cannot_read_its_payload_is_named() -> None:
+    class Unreadable:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (int, ("not a number",))
+
+    with ends_soon(), pytest.raises(EngineError, match=r"(?s)rank 1 failed:.*not a number"):
+        start_ranks(2, Toy, Unreadable())
+    assert_all_gone(children())
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_rank_killed_during_a_collective_ends_all(tp: int) -> None:
+    with toys(tp) as (ranks, workers):
+        killer = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {workers[0]}"])
+        with ends_soon(), pytest.raises(EngineError, match="rank 1 was killed by SIGKILL"):
+            ranks.call(reduce_after_rank_1, 60.0)
+        killer.wait()
+        assert_all_gone(workers)
+        for use in (lambda: ranks.execute(PLAN), lambda: ranks.call(pid), ranks.check):
+            with pytest.raises(EngineError, match="rank 1 was killed"):
+                use()
+
+
+def test_a_rank_killed_while_idle_is_noticed() -> None:
+    with toys(2) as (ranks, workers):
+        os.kill(workers[0], signal.SIGKILL)
+        deadline = time.monotonic() + SOON + SLACK
+        while ranks.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert ranks.failure is not None
+        assert ranks.failure.startswith("rank 1 was killed by SIGKILL")
+        with pytest.raises(EngineError):
+            ranks.execute(PLAN)
+
+
+def test_a_crash_names_the_signal_and_the_python_line() -> None:
+    def crash(toy: Toy) -> None:
+        if toy.group.rank == 1:
+            ctypes.string_at(0)
+        all_reduce(torch.ones(1), toy.group)
+
+    with toys(2) as (ranks, _), ends_soon(), pytest.raises(EngineError, match=r"(?s)rank 1 .* SIGSEGV.*in crash"):
+        ranks.call(crash)
+
+
+def test_a_rank_that_leaves_without_a_word_is_named() -> None:
+    def leave(toy: Toy) -> None:
+        if toy.group.rank == 1:
+            os._exit(3)
+        all_reduce(torch.ones(1), toy.group)
+
+    with toys(2) as (ranks, _), ends_soon(), pytest.raises(EngineError, match="rank 1 exited with code 3"):
+        ranks.call(leave)
+
+
+def test_a_worker_that_cannot_follow_a_plan_ends_all_with_its_traceback() -> None:
+    with toys(2) as (ranks, _):
+        with ends_soon(), pytest.raises(EngineError, match=r"(?s)rank 1 failed:.*cannot follow this plan"):
+            ranks.execute(np.array([-1], np.int32))
+        with pytest.raises(EngineError, match="rank 1 failed"):
+            ranks.execute(PLAN)
+
+
+def test_a_step_that_fails_on_rank_0_ends_the_engine() -> None:
+    with toys(2) as (ranks, _):
+        ranks.runtime.execute = lambda words: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            ranks.execute(PLAN)
+        with pytest.raises(EngineError, match="rank 0 failed in a step: ZeroDivisionError"):
+            ranks.execute(PLAN)
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_raises_everywhere_raises_and_the_engine_goes_on() -> None:
+    with toys(2) as (ranks, _):
+        with pytest.raises(ZeroDivisionError):
+            ranks.call(lambda toy: 1 / 0)
+        assert ranks.execute(PLAN).tolist() == [2, 4, 6]
+        assert ranks.call(lambda toy: toy.group.rank) == [0, 1]
+
+
+def test_a_call_that_raises_on_another_rank_raises_its_traceback_and_the_engine_goes_on() -> None:
+    with toys(2) as (ranks, _):
+        with pytest.raises(CallError, match=r"(?s)rank 1 raised in a call:.*ZeroDivisionError"):
+            ranks.call(lambda toy: 1 / (1 - toy.group.rank))
+        assert ranks.call(lambda toy: toy.group.rank) == [0, 1]
+        assert ranks.execute(PLAN).tolist() == [2, 4, 6]
+
+
+@pytest.mark.parametrize("raising", [0, 1])
+def test_a_call_that_raises_on_one_rank_while_the_other_waits_ends_the_engine(
+    raising: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks_module, "_CALL_GRACE", 0.3)
+
+    def raise_beside_a_collective(toy: Toy, raising: int) -> None:
+        if toy.group.rank == raising:
+            raise ZeroDivisionError("on one rank")
+        all_reduce(torch.ones(1), toy.group)
+
+    error = ZeroDivisionError if raising == 0 else EngineError
+    with toys(2) as (ranks, _):
+        with ends_soon(), pytest.raises(error, match="on one rank"):
+            ranks.call(raise_beside_a_collective, raising)
+        with pytest.raises(EngineError, match="on one rank"):
+            ranks.execute(PLAN)
+
+
+def test_an_unpicklable_result_is_an_error_of_that_call() -> None:
+    with toys(2) as (ranks, _):
+        with pytest.raises(CallError, match="rank 1 raised in a call"):
+            ranks.call(lambda toy: (x for x in ()))
+        assert ranks.call(lambda toy: 1) == [1, 1]
+
+
+# --- ends ------------------------------------------------------------------------------------------------------------
+
+
+def children() -> list[int]:
+    """Processes that this process started and that have not ended."""
+    listing = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return [int(child) for child in listing.split() if not gone(int(child)) and is_rank(int(child))]
+
+
+def is_rank(process_id: int) -> bool:
+    try:
+        return b"funcllm.launch.ranks" in Path(f"/proc/{process_id}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return False
+
+
+def test_ranks_that_nobody_closes_end_when_they_are_collected() -> None:
+    ranks = start_ranks(2, Toy)
+    workers = ranks.call(pid)[1:]
+    del ranks
+    gc.collect()
+    assert_all_gone(workers)
+
+
+def test_threads_are_shared_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    before = torch.get_num_threads()
+    with toys(2) as (ranks, _):
+        assert ranks.call(lambda toy: torch.get_num_threads()) == [2, 2]
+    assert torch.get_num_threads() == before
+
+
+HEAD = """
+import os, signal, sys, time
+import numpy as np, torch
+from funcllm.group import all_reduce
+from funcllm.launch.ranks import start_ranks
+
+class Toy:
+    def __init__(self, group, device, payload):
+        self.group, self.payload = group, payload
+        if group.rank == 1:
+            print("worker", os.getpid(), file=sys.stderr, flush=True)
+        if payload == "load" and group.rank == 1:
+            time.sleep(60)
+    def execute(self, words):
+        return all_reduce(torch.tensor(words.tolist()), self.group)
+    def call(self, fn, args):
+        return fn(self, *args)
+    def close(self):
+        pass
+"""
+
+
+def start_script(tmp_path: Path, body: str, **options: Any) -> subprocess.Popen[str]:
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + textwrap.dedent(body))
+    return subprocess.Popen([sys.executable, str(path)], stdout=-1, stderr=-1, text=True, **options)
+
+
+def test_a_script_without_a_main_guard_ships_its_functions_and_their_globals(tmp_path: Path) -> None:
+    body = """
+    SCALE = 3.0
+    SHIFT = torch.ones(2)
+    def inner(x): return x * SCALE + SHIFT
+    def mlp(x): return inner(x)
+    def use(toy, x):
+        return torch.compile(toy.payload["mlp"], backend="eager", fullgraph=True)(x).tolist(), (lambda: SCALE)()
+    with start_ranks(2, lambda *args: Toy(*args), {"mlp": mlp}) as ranks:
+        print(ranks.call(use, torch.ones(2)))
+        print(ranks.execute(np.array([5], np.int32)).tolist())
+    """
+    script = start_script(tmp_path, body)
+    output, errors = script.communicate(timeout=60)
+    assert output == f"{[([4.0, 4.0], 3.0)] * 2}\n[10]\n", errors
+    assert script.returncode == 0
+
+
+def test_code_without_a_file_works_as_in_a_notebook(tmp_path: Path) -> None:
+    body = "with start_ranks(2, Toy) as ranks: print(ranks.call(lambda toy: toy.group.rank * 2))"
+    run = subprocess.run([sys.executable], input=HEAD + body, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (run.stdout, run.returncode) == ("[0, 2]\n", 0), run.stderr
+
+
+def test_a_script_that_never_closes_its_engine_ends_cleanly(tmp_path: Path) -> None:
+    script = start_script(tmp_path, "ranks = start_ranks(2, Toy)\nprint(ranks.call(lambda toy: os.getpid())[1])")
+    output, errors = script.communicate(timeout=60)
+    assert script.returncode == 0, errors
+    assert_all_gone([int(output)])
+
+
+BODIES = {
+    "load": "start_ranks(2, Toy, 'load')",
+    "collective": """
+        with start_ranks(2, Toy) as ranks:
+            ranks.call(lambda toy: toy.group.rank and time.sleep(60) or all_reduce(torch.ones(1), toy.group))
+        """,
+    "idle": "ranks = start_ranks(2, Toy)\ntime.sleep(60)",
+}
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
+@pytest.mark.parametrize("phase", list(BODIES))
+def test_no_process_is_left_however_rank_0_ends(tmp_path: Path, phase: str, name: str) -> None:
+    script = start_script(tmp_path, BODIES[phase], start_new_session=True)
+    assert script.stderr is not None
+    word, worker = script.stderr.readline().split()
+    assert word == "worker"
+    time.sleep(0.5)
+    assert not gone(int(worker))
+    sent = time.monotonic()
+    os.killpg(script.pid, getattr(signal, name))
+    script.communicate(timeout=SOON + SLACK)
+    assert_all_gone([int(worker)], within=sent + SOON + SLACK - time.monotonic())
+    assert script.returncode != 0
+    assert time.monotonic() - sent < SOON + SLACK
+
+
+def test_the_command_line_ends_by_itself_when_rank_0_does_not_notice_a_death(tmp_path: Path) -> None:
+    body = """
+    ranks = start_ranks(2, Toy, exit_on_death=True)
+    os.kill(ranks.call(lambda toy: os.getpid())[1], signal.SIGKILL)
+    time.sleep(60)
+    """
+    script = start_script(tmp_path, body)
+    _, errors = script.communicate(timeout=60)
+    assert "error: rank 1 was killed by SIGKILL" in errors
+    assert script.returncode == 1
+
+
+def test_a_worker_ignores_ctrl_c(tmp_path: Path) -> None:
+    with toys(2) as (ranks, workers):
+        os.kill(workers[0], signal.SIGINT)
+        assert ranks.call(lambda toy: toy.group.rank) == [0, 1]
+
+
+def test_torchruns_processes_serve_rank_0(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    body = """
+    with start_ranks(2, Toy, "payload") as ranks:
+        print(ranks.call(lambda toy: toy.group.rank + 10), ranks.execute(np.array([4], np.int32)).tolist())
+    print("rank", os.environ["RANK"], "is done")
+    """
+    path.write_text(HEAD + textwrap.dedent(body))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (run.stdout, run.returncode) == ("[10, 11] [8]\nrank 0 is done\n", 0), run.stderr
+
+
+@pytest.mark.parametrize(
+    ("tp", "environment", "message"),
+    [
+        (0, {}, "tp=0 must be at least 1"),
+        (2, {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "WORLD_SIZE=4 .* but tp=2"),
+    ],
+)
+def test_impossible_sizes_are_refused(
+    tp: int, environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ValueError, match=message):
+        start_ranks(tp, Toy)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="rank 2 of tp=4 needs GPU 2, 2 are visible"):
+        start_ranks(4, Toy, device="cuda")
