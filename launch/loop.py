@@ -72,13 +72,15 @@ class Loop:
     def step(self) -> list[Event]:
         """Launches the next step, if there is one, and commits what is due. Returns what became of the requests."""
         self._raise_if_failed()
+        events: list[Event] = []
         try:
-            return self._step()
+            self._step(events)
         except Exception as error:
-            return self._fail(error)
+            events += self._fail(error)
         except BaseException as error:
             self._fail(error)
             raise
+        return events
 
     def drain(self) -> list[Event]:
         """Commits every step under way without launching another."""
@@ -96,18 +98,16 @@ class Loop:
         while self.has_work:
             yield from self.step()
 
-    def _step(self) -> list[Event]:
+    def _step(self, events: list[Event]) -> None:
         plan = self.scheduler.plan()
         if plan is not None:
             self._launch(plan)
         elif not self._launched and self.scheduler.has_work:
             raise RuntimeError("nothing is under way and nothing can run: the scheduler is stuck")
-        events: list[Event] = []
         while len(self._launched) > self.depth:
             events += self._commit()
         if plan is None and self._launched:
             events += self._commit()
-        return events
 
     def _launch(self, plan: Plan) -> None:
         try:

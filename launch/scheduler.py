@@ -174,6 +174,7 @@ class Scheduler:
         self._draining: set[_Sequence] = set()
         self._planned: _Step | None = None
         self._in_flight: deque[_Step] = deque()
+        self._events: list[Event] = []  # of the commit under way
         self._arrivals = 0
         self._occupants = 0
         self._steps = 0
@@ -224,7 +225,8 @@ class Scheduler:
         """Ends every request with an error and forgets all steps under way. Nothing computed so far is trusted."""
         self._planned = None
         self._in_flight.clear()
-        events = [self._finish(sequence, "error", error) for sequence in list(self._sequences.values())]
+        events = self._take_events()  # of a commit that raised
+        events += [self._finish(sequence, "error", error) for sequence in list(self._sequences.values())]
         self.pool.reset()
         return events
 
@@ -300,11 +302,11 @@ class Scheduler:
         assert step.plan is plan, f"step {plan.step} is committed before step {step.plan.step}"
         outputs = _Outputs(token_ids[step.places], counts[step.places] > 0, alive[step.places].astype(bool))
         current = self._rows.occupant[step.rows] == step.occupants
-        events = self._commit_preempted(step, outputs, np.flatnonzero(~current))
-        events += self._commit_rows(step, outputs, np.flatnonzero(current & step.samples))
+        self._commit_preempted(step, outputs, np.flatnonzero(~current))
+        self._commit_rows(step, outputs, np.flatnonzero(current & step.samples))
         if self.check:
             self.check_blocks()
-        return events
+        return self._take_events()
 
     def check_blocks(self) -> None:
         """Raises AssertionError unless every block is in exactly one place and owned by the rows that use it."""
@@ -482,7 +484,9 @@ class Scheduler:
         samples = np.concatenate([np.ones(len(decode), bool), is_complete])
         both = np.concatenate([decode, chunks])
         plan = self._make_plan(composition, self._is_filtered(both[samples]))
-        self._prefill_tokens += int(composition.chunk_lens.sum())
+        self._prefill_tokens += int(composition.chunk_lens.sum()) + len(
+            np.intersect1d(decode, composition.admitted_rows)
+        )
         self._steps += 1
         return _Step(
             plan=plan,
@@ -568,11 +572,12 @@ class Scheduler:
 
     # --- committing ---
 
-    def _commit_rows(self, step: _Step, outputs: _Outputs, at: npt.NDArray[np.intp]) -> list[Event]:
+    def _commit_rows(self, step: _Step, outputs: _Outputs, at: npt.NDArray[np.intp]) -> None:
         """Commits the rows `at` of a step, which sampled and are occupied as they were when it was planned."""
         rows = self._rows
         counted = outputs.counted[at] & (outputs.token_ids[at] != NAN_TOKEN)
-        events = [self._commit_nothing(step, outputs, i) for i in at[~counted].tolist()]
+        for i in at[~counted].tolist():
+            self._commit_nothing(step, outputs, i)
         at = at[counted]
         current, token_ids = step.rows[at], outputs.token_ids[at]
         lengths = rows.committed_len[current]
@@ -585,25 +590,21 @@ class Scheduler:
         for i in np.flatnonzero(rows.host_stops[current]).tolist():
             sampling = self._row_sequences[current[i]].request.sampling
             is_over[i] |= int(token_ids[i]) in sampling.host_stop_ids
-        events += self._stream(current[rows.streams[current] & ~is_over])
+        self._stream(current[rows.streams[current] & ~is_over])
         for i in np.flatnonzero(is_over).tolist():
             sequence = self._row_sequences[current[i]]
             reason = self._end_reason(sequence, int(token_ids[i]), int(lengths[i]))
-            events.append(self._finish(sequence, reason))
-        return events
+            self._events.append(self._finish(sequence, reason))
 
-    def _stream(self, streaming: Ints) -> list[Event]:
+    def _stream(self, streaming: Ints) -> None:
         """One event for each of these rows, with the token it has just got."""
         rows = self._rows
         new = rows.token_ids[streaming, rows.committed_len[streaming] - 1].reshape(-1, 1)
         rows.delivered[streaming] += 1
-        sequences = self._row_sequences[streaming]
-        return [
-            Event(sequence.request.id, token_ids, None, sequence.cached_tokens)
-            for sequence, token_ids in zip(sequences, new)
-        ]
+        for sequence, token_ids in zip(self._row_sequences[streaming], new):
+            self._events.append(Event(sequence.request.id, token_ids, None, sequence.cached_tokens))
 
-    def _commit_nothing(self, step: _Step, outputs: _Outputs, i: int) -> Event:
+    def _commit_nothing(self, step: _Step, outputs: _Outputs, i: int) -> None:
         """Ends the request of a row that should have sampled and has no token."""
         sequence: _Sequence = step.sequences[i]
         if outputs.token_ids[i] != NAN_TOKEN:
@@ -613,35 +614,39 @@ class Scheduler:
         if sequence.row:
             row = sequence.row
             self.pool.forget(self._rows.block_table[row, : self._rows.num_blocks[row]].tolist())
-        return self._finish(sequence, "error", "the logits held NaN: the weights or an edited function are at fault")
+        error = "the logits held NaN: the weights or an edited function are at fault"
+        self._events.append(self._finish(sequence, "error", error))
 
-    def _commit_preempted(self, step: _Step, outputs: _Outputs, at: npt.NDArray[np.intp]) -> list[Event]:
+    def _commit_preempted(self, step: _Step, outputs: _Outputs, at: npt.NDArray[np.intp]) -> None:
         """Commits the entries `at` of a step whose rows were given up since: preempted sequences keep their tokens."""
-        events = []
         for i in at.tolist():
             sequence: _Sequence = step.sequences[i]
             if sequence in self._draining:
                 sequence.in_flight -= 1
-                events += self._commit_token(step, outputs, i) if step.samples[i] else []
+                if step.samples[i]:
+                    self._commit_token(step, outputs, i)
                 if not sequence.is_done and not sequence.in_flight:
                     self._draining.discard(sequence)
                     self._enqueue(sequence)
-        return events
 
-    def _commit_token(self, step: _Step, outputs: _Outputs, i: int) -> list[Event]:
+    def _commit_token(self, step: _Step, outputs: _Outputs, i: int) -> None:
         sequence: _Sequence = step.sequences[i]
         token_id, length = int(outputs.token_ids[i]), len(sequence.token_ids)
         if token_id == NAN_TOKEN or not outputs.counted[i]:
-            return [self._commit_nothing(step, outputs, i)]
+            self._commit_nothing(step, outputs, i)
+            return
         sequence.token_ids = np.append(sequence.token_ids, np.int32(token_id))
         self._generated_tokens += 1
         is_over = not outputs.alive[i] or length + 1 >= sequence.limit
         if is_over or token_id in sequence.request.sampling.host_stop_ids:
-            return [self._finish(sequence, self._end_reason(sequence, token_id, length))]
-        if not sequence.request.stream:
-            return []
-        sequence.delivered += 1
-        return [Event(sequence.request.id, sequence.token_ids[-1:], None, sequence.cached_tokens)]
+            self._events.append(self._finish(sequence, self._end_reason(sequence, token_id, length)))
+        elif sequence.request.stream:
+            sequence.delivered += 1
+            self._events.append(Event(sequence.request.id, sequence.token_ids[-1:], None, sequence.cached_tokens))
+
+    def _take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
 
     def _end_reason(self, sequence: _Sequence, token_id: int, length_before: int) -> FinishReason:
         if length_before >= sequence.min_length and sequence.request.sampling.stops_at(token_id):

@@ -1,0 +1,104 @@
+"""The shapes of steps."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from funcllm.launch.buckets import Buckets, make_buckets
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "decode"),
+    [
+        (1, (2,)),
+        (2, (2,)),
+        (3, (2, 3)),
+        (8, (2, 4, 8)),
+        (20, (2, 4, 8, 16, 20)),
+        (100, (2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100)),
+    ],
+)
+def test_decode_buckets_reach_exactly_the_largest_batch(max_num_seqs: int, decode: tuple[int, ...]) -> None:
+    assert make_buckets(max_num_seqs).decode == decode
+
+
+def test_steps_grow_with_the_batch() -> None:
+    decode = make_buckets(512).decode
+    assert [b - a for a, b in pairwise(decode) if 64 <= a < 256] == [16] * 12
+    assert [b - a for a, b in pairwise(decode) if a >= 256] == [32] * 8
+    assert decode[-1] == 512
+
+
+def test_a_bucket_for_a_single_sequence_is_an_option() -> None:
+    assert make_buckets(4, smallest=1).decode == (1, 2, 4)
+    assert make_buckets(1, smallest=1).decode == (1,)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 7, 64, 100, 300])
+def test_every_batch_fits_the_smallest_bucket_that_holds_it(max_num_seqs: int) -> None:
+    buckets = make_buckets(max_num_seqs)
+    for rows in range(1, max_num_seqs + 1):
+        bucket = buckets.decode_bucket(rows)
+        assert bucket == min(size for size in buckets.decode if size >= rows)
+        assert buckets.decode_bucket(rows, mixed=True) == max(bucket, 2)
+
+
+def test_a_mixed_step_has_two_decode_rows_at_least() -> None:
+    buckets = make_buckets(8, smallest=1)
+    assert [buckets.decode_bucket(rows, mixed=True) for rows in (0, 1, 2, 3)] == [2, 2, 2, 4]
+    assert buckets.decode_bucket(1) == 1
+
+
+def test_too_many_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="9 decode rows do not fit the largest bucket, 8"):
+        make_buckets(8).decode_bucket(9)
+
+
+@pytest.mark.parametrize(("chunks", "bucket"), [(0, 0), (1, 2), (2, 2), (3, 4), (5, 8), (64, 64), (65, 128)])
+def test_chunk_buckets_are_powers_of_two(chunks: int, bucket: int) -> None:
+    assert make_buckets(8).chunk_bucket(chunks) == bucket
+
+
+@pytest.mark.parametrize(("longest", "span"), [(0, 0), (1, 16), (16, 16), (17, 32), (1000, 1024), (1024, 1024)])
+def test_spans_are_powers_of_two_from_16(longest: int, span: int) -> None:
+    assert make_buckets(8).span(longest) == span
+
+
+@pytest.mark.parametrize(
+    ("decode_bucket", "chunk_tokens", "tokens"),
+    [
+        (8, 0, 8),
+        (2, 1, 16),
+        (2, 14, 16),
+        (2, 15, 32),
+        (2, 1022, 1024),
+        (2, 1023, 1088),
+        (2, 4096, 4160),
+        (2, 8192, 8448),
+    ],
+)
+def test_token_buckets(decode_bucket: int, chunk_tokens: int, tokens: int) -> None:
+    assert make_buckets(8).token_bucket(decode_bucket, chunk_tokens) == tokens
+
+
+@pytest.mark.parametrize("budget", [1, 5, 8, 16, 100, 2048, 8192])
+@pytest.mark.parametrize("max_num_seqs", [1, 5, 64, 100])
+def test_no_step_within_the_budget_is_larger_than_the_largest(budget: int, max_num_seqs: int) -> None:
+    buckets = make_buckets(max_num_seqs)
+    sizes = [buckets.decode[-1]]
+    for rows in range(min(max_num_seqs, budget - 1) + 1):
+        for chunk_tokens in {1, budget - rows}:
+            sizes.append(buckets.token_bucket(buckets.decode_bucket(rows, mixed=True), chunk_tokens))
+    assert max(sizes) == buckets.largest_tokens(budget)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [((0, 2), "max_num_seqs=0"), ((4, 3), "smallest=3")])
+def test_impossible_buckets_are_refused(arguments: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_buckets(arguments[0], smallest=arguments[1])
+
+
+def test_buckets_are_a_static_fact() -> None:
+    assert hash(make_buckets(8)) == hash(Buckets(decode=(2, 4, 8)))
