@@ -86,11 +86,10 @@ def paged_attention(
     return attend(q_tnh, cache, context, window=window), cache
 
 
-def project_qkv(x_td: Tensor, params: AttentionParams, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of this rank's heads, before the per-head norm and the rotary embedding."""
-    head_dim = context.config.head_dim
-    qkv = context.layer.linear(x_td, params.qkv_proj.weight, params.qkv_proj.bias, context)
+def split_qkv(qkv: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of this rank's query, key and value heads in the fused projection [t, (n + 2k) h]."""
     num_kv_heads = context.config.num_kv_heads // min(context.group.size, context.config.num_kv_heads)
     num_heads = context.config.num_heads // context.group.size
-    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, head_dim))
-    return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, context.config.head_dim))
+    q_tnh, k_tkh, v_tkh = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    return q_tnh, k_tkh, v_tkh

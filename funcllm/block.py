@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from funcllm import fusion
-from funcllm.attention import attend, project_qkv
+from funcllm.attention import attend, split_qkv
 from funcllm.group import all_reduce
 from funcllm.sites import active, describe, site
-from funcllm.types import AttentionParams, Component, Context, LayerCache, LayerParams, PyTree, Stream
+from funcllm.types import AttentionParams, Component, Context, LayerCache, LayerParams, LinearParams, PyTree, Stream
 
 
 def pre_norm_block(stream: Stream, params: LayerParams, cache: PyTree, context: Context, /) -> tuple[Stream, PyTree]:
@@ -25,22 +25,61 @@ def pre_norm_block(stream: Stream, params: LayerParams, cache: PyTree, context: 
 
 def attention_half(stream: Stream, params: LayerParams, cache: PyTree, context: Context, /) -> tuple[Stream, PyTree]:
     """Norm, projections, per-head norm, rotary embedding, attention over the cache, output projection."""
-    x_td, normed_td = settle(stream, params.input_layernorm, "residual_pre", context)
-    heads_tnh, cache = heads_of(normed_td, params.self_attn, cache, context)
+    x_td, qkv = settle_qkv(stream, params, context)
+    heads_tnh, cache = heads_of(qkv, params.self_attn, cache, context)
     heads_tnh = site("attention.heads", heads_tnh, context)
-    o_proj = params.self_attn.o_proj
-    update_td = context.layer.linear(heads_tnh.flatten(1), o_proj.weight, o_proj.bias, context)
+    update_td = dense(heads_tnh.flatten(1), params.self_attn.o_proj, context)
     return join(x_td, update_td, "attention", False, context), cache
 
 
 def mlp_half(stream: Stream, params: LayerParams, context: Context, /) -> Stream:
     """Norm and feed-forward network."""
-    x_td, normed_td = settle(stream, params.post_attention_layernorm, "residual_mid", context)
-    update_td = mlp_of(normed_td, params.mlp, context)
+    x_td, update_td = settle_mlp(stream, params, context)
     stream = join(x_td, update_td, "mlp", is_whole(context.layer.mlp), context)
     if not active("residual_post", context):
         return stream
     return Stream(site("residual_post", total(stream, context), context))
+
+
+def settle_qkv(stream: Stream, params: LayerParams, context: Context, /) -> tuple[Tensor, Tensor]:
+    """(x, queries, keys and values before their norms [t, (n + 2k) h]): settle, then the fused projection."""
+    qkv_proj = params.self_attn.qkv_proj
+    if isinstance(stream.update_td, Tensor) and fusion.fits(fusion.SMALL_QKV, context):
+        return context.kernels.add_norm_small_linear(
+            stream.x_td,
+            all_reduce(stream.update_td, context.group),
+            params.input_layernorm.weight,
+            context.config.rms_norm_eps,
+            qkv_proj.weight,
+            qkv_proj.bias,
+        )
+    x_td, normed_td = settle(stream, params.input_layernorm, "residual_pre", context)
+    return x_td, dense(normed_td, qkv_proj, context)
+
+
+def settle_mlp(stream: Stream, params: LayerParams, context: Context, /) -> tuple[Tensor, Tensor]:
+    """(x, the update of the feed-forward network): settle, then the mlp."""
+    if isinstance(stream.update_td, Tensor) and fusion.fits(fusion.SMALL_MLP, context):
+        gate_up = params.mlp.gate_up_proj
+        x_td, hidden_tf = context.kernels.add_norm_small_linear(
+            stream.x_td,
+            all_reduce(stream.update_td, context.group),
+            params.post_attention_layernorm.weight,
+            context.config.rms_norm_eps,
+            gate_up.weight,
+            gate_up.bias,
+            silu=True,
+        )
+        return x_td, dense(hidden_tf, params.mlp.down_proj, context)
+    x_td, normed_td = settle(stream, params.post_attention_layernorm, "residual_mid", context)
+    return x_td, mlp_of(normed_td, params.mlp, context)
+
+
+def dense(x: Tensor, params: LinearParams, context: Context, /) -> Tensor:
+    """x through a dense layer, by `context.layer.linear` or what stands for it in a small batch."""
+    if fusion.fits(fusion.SMALL_LINEAR, context):
+        return context.kernels.small_linear(x, params.weight, params.bias)
+    return context.layer.linear(x, params.weight, params.bias, context)
 
 
 def settle(stream: Stream, params: PyTree, site_name: str, context: Context, /) -> tuple[Tensor, Tensor]:
@@ -64,9 +103,9 @@ def total(stream: Stream, context: Context) -> Tensor:
     return stream.x_td + all_reduce(stream.update_td, context.group)
 
 
-def heads_of(x_td: Tensor, params: AttentionParams, cache: PyTree, context: Context, /) -> tuple[Tensor, PyTree]:
-    """From the normed stream to the heads' outputs [t, n, h], by the fused write where it fits."""
-    q_tnh, k_tkh, v_tkh = project_qkv(x_td, params, context)
+def heads_of(qkv: Tensor, params: AttentionParams, cache: PyTree, context: Context, /) -> tuple[Tensor, PyTree]:
+    """From the projections to the heads' outputs [t, n, h], by the fused write where it fits."""
+    q_tnh, k_tkh, v_tkh = split_qkv(qkv, context)
     if fusion.fits(fusion.QK_NORM_ROPE_WRITE, context) and isinstance(cache, LayerCache):
         q_weight_h, k_weight_h = (
             p if isinstance(p, tuple) and not p else p.weight for p in (params.q_norm, params.k_norm)
@@ -98,10 +137,9 @@ def heads_of(x_td: Tensor, params: AttentionParams, cache: PyTree, context: Cont
 def mlp_of(x_td: Tensor, params: PyTree, context: Context, /) -> Tensor:
     """The update of the feed-forward network, by the fused activation where it fits."""
     if fusion.fits(fusion.SILU_MUL, context):
-        linear = context.layer.linear
-        gate_up = linear(x_td, params.gate_up_proj.weight, params.gate_up_proj.bias, context)
+        gate_up = dense(x_td, params.gate_up_proj, context)
         hidden_tf = site("mlp.hidden", context.kernels.silu_mul(gate_up), context)
-        return linear(hidden_tf, params.down_proj.weight, params.down_proj.bias, context)
+        return dense(hidden_tf, params.down_proj, context)
     return same(context.layer.mlp(x_td, params, context), x_td, "mlp")
 
 

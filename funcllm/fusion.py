@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from funcllm import layers as defaults
 from funcllm.sites import active
-from funcllm.types import Context
+from funcllm.types import Context, StepInputs
+
+if TYPE_CHECKING:
+    from funcllm.kernels.bundle import Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +30,18 @@ class Fused:
     fits: Callable[[Context], bool] = lambda context: True
 
 
-def decode_only(context: Context) -> bool:
-    """Whether the step holds decode rows only."""
-    return bool(context.inputs.decode) and not context.inputs.chunks
+def batch_class(inputs: StepInputs, kernels: Kernels) -> str:
+    """Which variant of the compiled units a step runs: "small", "decode" or "mixed"."""
+    if inputs.chunks or not inputs.decode:
+        return "mixed"
+    return "small" if inputs.token_ids_t.shape[0] <= kernels.small_rows else "decode"
+
+
+def is_small(context: Context) -> bool:
+    """Whether weights are streamed for so few rows that a matrix product is a handful of dot products."""
+    config = context.config
+    widths = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
+    return context.batch == "small" and all(width % (8 * context.group.size) == 0 for width in widths)
 
 
 ADD_NORM = Fused(name="add_norm", stands_for=("norm",))
@@ -37,10 +49,15 @@ QK_NORM_ROPE_WRITE = Fused(
     name="qk_norm_rope_write",
     stands_for=("qk_norm", "rope", "attention"),
     swallows=("attention.q", "attention.k", "attention.v"),
-    fits=lambda context: context.config.head_dim % 2 == 0,
 )
-SILU_MUL = Fused(name="silu_mul", stands_for=("mlp",), swallows=())
-ENTRIES = (ADD_NORM, QK_NORM_ROPE_WRITE, SILU_MUL)
+SILU_MUL = Fused(name="silu_mul", stands_for=("mlp",))
+SMALL_LINEAR = Fused(name="small_linear", stands_for=("linear",), fits=is_small)
+SMALL_QKV = Fused(name="small_qkv", stands_for=("norm", "linear"), swallows=("residual_pre",), fits=is_small)
+SMALL_MLP = Fused(
+    name="small_mlp", stands_for=("norm", "linear", "mlp"), swallows=("residual_mid", "mlp.hidden"), fits=is_small
+)
+SMALL_HEAD = Fused(name="small_head", stands_for=("norm", "head"), swallows=("final",), fits=is_small)
+ENTRIES = (ADD_NORM, QK_NORM_ROPE_WRITE, SILU_MUL, SMALL_LINEAR, SMALL_QKV, SMALL_MLP, SMALL_HEAD)
 
 
 def fits(entry: Fused, context: Context) -> bool:
@@ -68,4 +85,5 @@ def _default_functions() -> dict[str, Any]:
         "attention": paged_attention,
         "mlp": defaults.swiglu,
         "linear": defaults.linear,
+        "head": defaults.head,
     }

@@ -131,15 +131,15 @@ class _AllReduce(torch.autograd.Function):
         ctx.group = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return all_reduce(grad, ctx.group), None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         return all_reduce(tangent, ctx.group)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, group: Group) -> tuple[Tensor, Any]:  # type: ignore[override]
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, group: Group) -> tuple[Tensor, Any]:
         return all_reduce(x, group), in_dims[0]
 
 
@@ -153,15 +153,15 @@ class _AllGather(torch.autograd.Function):
         ctx.group, ctx.dim = inputs[1], inputs[2]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _own_slice(all_reduce(grad, ctx.group), ctx.group, ctx.dim), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         return all_gather(tangent, ctx.group, ctx.dim)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, group: Group, dim: int) -> tuple[Tensor, int]:  # type: ignore[override]
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, group: Group, dim: int) -> tuple[Tensor, int]:
         x = x.movedim(in_dims[0], -1)
         dim = dim if dim >= 0 else dim + x.dim() - 1
         return all_gather(x, group, dim), x.dim() - 1

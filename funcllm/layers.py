@@ -64,8 +64,13 @@ def embed(token_ids_t: Tensor, params: Params, context: Context, /) -> Tensor:
 
 def head(x_ld: Tensor, params: Params, context: Context, /) -> Tensor:
     """Logits of this rank's shard of the vocabulary in fp32, by the tied embedding where there is no lm_head."""
-    node = params.embed_tokens if isinstance(params.lm_head, tuple) and not params.lm_head else params.lm_head
-    return context.kernels.head_logits(x_ld, node.weight)
+    return context.kernels.head_logits(x_ld, head_weight(params))
+
+
+def head_weight(params: Params) -> Tensor:
+    """The weight [v, d] of the head: the tied embedding's where there is no lm_head."""
+    is_tied = isinstance(params.lm_head, tuple) and len(params.lm_head) == 0
+    return params.embed_tokens.weight if is_tied else params.lm_head.weight
 
 
 def vocab_ids(context: Context) -> tuple[int, int]:

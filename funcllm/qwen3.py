@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcllm import attention
-from funcllm.block import is_whole
+from funcllm import attention, fusion
+from funcllm.block import is_whole, settle
 from funcllm.config import ModelConfig, validate_tp
 from funcllm.group import SINGLE, Group, all_gather, all_reduce
 from funcllm.kernels.bundle import REFERENCE, Kernels
-from funcllm.layers import vocab_ids
+from funcllm.layers import head_weight, vocab_ids
 from funcllm.record import Layers, check_layers, value_key
 from funcllm.rope import inverse_frequencies
 from funcllm.sampling import sample
@@ -193,21 +193,22 @@ def build(
     records = [layers.of(i) for i in range(config.num_layers)]
     outside = layers.of(None)
     static = {"config": config, "group": group, "kernels": kernels}
-    run_embed = transform(functools.partial(_embed_unit, outside, static), "embed")
-    run_final = transform(functools.partial(_final_unit, outside, static), "final")
-    units: dict[Any, Unit] = {}
-    for record in records:
-        if value_key(record) not in units:
-            units[value_key(record)] = transform(functools.partial(_layer_unit, record, static), "layer")
-    blocks = [units[value_key(record)] for record in records]
+    keys = [value_key(record) for record in records]
+
+    @functools.cache
+    def unit(kind: str, key: Any, batch: str) -> Unit:
+        record = outside if key is None else records[keys.index(key)]
+        return transform(functools.partial(_UNITS[kind], record, {**static, "batch": batch}), kind)
 
     def hidden(params: Params, cache: KVCache, inputs: StepInputs) -> tuple[Stream, KVCache, dict[str, Tensor]]:
+        batch = fusion.batch_class(inputs, kernels)
         frequencies_h = rope_frequencies(config, inputs.positions_t.device)
-        stream, angles, captured = run_embed(params, inputs, frequencies_h)
+        stream, angles, captured = unit("embed", None, batch)(params, inputs, frequencies_h)
         new_cache = []
         captured = dict(captured)
-        for i, block in enumerate(blocks):
-            stream, layer_cache, recorded = block(stream, params.layers[i], cache[i], inputs, angles)
+        for i, key in enumerate(keys):
+            run_layer = unit("layer", key, batch)
+            stream, layer_cache, recorded = run_layer(stream, params.layers[i], cache[i], inputs, angles)
             new_cache.append(layer_cache)
             captured.update({f"layers.{i}.{name}": value for name, value in recorded.items()})
         return stream, tuple(new_cache), captured
@@ -219,6 +220,7 @@ def build(
 
     def step(params: Params, cache: KVCache, inputs: StepInputs) -> tuple[StepOutputs, KVCache]:
         stream, cache, captured = hidden(params, cache, inputs)
+        run_final = unit("final", None, fusion.batch_class(inputs, kernels))
         token_ids_l, extras, recorded = run_final(stream, params, inputs)
         outputs = StepOutputs(
             token_ids_l=token_ids_l,
@@ -317,16 +319,30 @@ def _final_unit(
 def _logits(stream: Stream, params: Params, context: Context) -> Tensor:
     """The last norm and the head over the tokens whose logits are wanted; padding columns are -inf."""
     rows = context.inputs.logit_tokens_l
-    x_ld = stream.x_td.index_select(0, rows)
-    if isinstance(stream.update_td, Tensor):
-        x_ld = x_ld + all_reduce(stream.update_td.index_select(0, rows), context.group)
-    x_ld = site("final", context.layer.norm(x_ld, params.norm, context), context)
-    logits_lv = context.layer.head(x_ld, params, context)
+    if context.batch != "mixed":  # every token is wanted, in its order
+        logits_lv = _head(stream, params, context)
+    else:
+        update_ld = stream.update_td.index_select(0, rows) if isinstance(stream.update_td, Tensor) else ()
+        logits_lv = _head(Stream(stream.x_td.index_select(0, rows), update_ld), params, context)
     _, num_ids = vocab_ids(context)
     if logits_lv.shape[-1] != num_ids and context.group.size > 1:
         padding_v = torch.arange(logits_lv.shape[-1], device=logits_lv.device) >= num_ids
         logits_lv = logits_lv.masked_fill(padding_v, float("-inf"))
     return site("logits", logits_lv, context)
+
+
+def _head(stream: Stream, params: Params, context: Context) -> Tensor:
+    if fusion.fits(fusion.SMALL_HEAD, context) and isinstance(stream.update_td, Tensor):
+        update_ld = all_reduce(stream.update_td, context.group)
+        _, logits_lv = context.kernels.add_norm_small_linear(
+            stream.x_td, update_ld, params.norm.weight, context.config.rms_norm_eps, head_weight(params), (), wide=True
+        )
+        return logits_lv
+    _, normed_ld = settle(stream, params.norm, "", context)
+    return context.layer.head(site("final", normed_ld, context), params, context)
+
+
+_UNITS: dict[str, Unit] = {"embed": _embed_unit, "layer": _layer_unit, "final": _final_unit}
 
 
 def _init_cache(

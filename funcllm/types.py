@@ -280,7 +280,9 @@ class Component:
 class Context:
     """What a layer function may read besides its arguments. Made anew for every call; nothing survives in it.
 
-    `layer` is the record of functions resolved for this layer. `captured` collects what sites record during this call.
+    `layer` is the record of functions resolved for this layer. `batch` is the batch class that this variant is compiled
+    for: "small" (few decode rows), "decode" (decode rows only) or "mixed". `captured` collects what sites record during
+    this call.
     """
 
     config: ModelConfig
@@ -289,6 +291,7 @@ class Context:
     layer: Any
     inputs: StepInputs
     angles: Angles | tuple[()] = ()
+    batch: str = "mixed"
     captured: dict[str, Tensor] = field(default_factory=dict, compare=False)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcllm.kernels import fast, fused, ops, reference
+from funcllm.kernels import fast, fused, gemv, ops, reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +17,8 @@ class Kernels:
     """One function an op, each with the signature and the contract of its twin in reference.py.
 
     in_place: whether the ops that write the cache do so in place (the caches returned are those passed in).
-    fused: names of the fused blocks (funcllm/fusion.py) that may use these kernels. prefill, decode: the back ends in
-    use, and why: for people, and part of the graph key.
+    fused: names of the fused blocks (funcllm/fusion.py) that may use these kernels. small_rows: up to how many decode
+    rows a step counts as small. prefill, decode: the back ends in use, and why: for people, and part of the graph key.
     """
 
     name: str
@@ -30,8 +30,11 @@ class Kernels:
     silu_mul: Callable[[Tensor], Tensor]
     head_logits: Callable[[Tensor, Tensor], Tensor]
     pick: Callable[..., Tensor]
+    small_linear: Callable[..., Tensor]
+    add_norm_small_linear: Callable[..., tuple[Tensor, Tensor]]
     in_place: bool = False
     fused: frozenset[str] = frozenset()
+    small_rows: int = 0
     prefill: str = "reference"
     decode: str = "reference"
     why: tuple[str, ...] = ()
@@ -48,6 +51,8 @@ REFERENCE = Kernels(
     silu_mul=reference.silu_mul,
     head_logits=reference.head_logits,
     pick=reference.pick,
+    small_linear=reference.small_linear,
+    add_norm_small_linear=reference.add_norm_small_linear,
 )
 """The plain PyTorch twin of every kernel: out of place, good under torch.func, the oracle of the fast versions."""
 
@@ -61,12 +66,18 @@ FAST = Kernels(
     silu_mul=fused.silu_mul,
     head_logits=fused.head_logits,
     pick=fused.pick,
+    small_linear=gemv.small_linear,
+    add_norm_small_linear=gemv.add_norm_small_linear,
     in_place=True,
     fused=frozenset({"add_norm", "qk_norm_rope_write", "silu_mul"}),
     prefill=ops.TRITON,
     decode=ops.TRITON,
 )
 """Ops that dispatch on the tensors' device: batched PyTorch on the CPU, Triton on CUDA. They refuse transforms."""
+
+
+SMALL_BLOCKS = frozenset({"small_linear", "small_qkv", "small_mlp", "small_head"})
+SMALL_ROWS = 8
 
 
 def fast_kernels(device: torch.device, head_dim: int, dtype: torch.dtype, block_size: int) -> Kernels:
@@ -83,8 +94,11 @@ def fast_kernels(device: torch.device, head_dim: int, dtype: torch.dtype, block_
         from funcllm.kernels.attention_prefill import flash_refusal
     except ImportError as error:
         raise RuntimeError(f"the CUDA kernels need triton ({error}); pip install triton") from error
+    bundle = FAST
+    if dtype in (torch.bfloat16, torch.float16):
+        bundle = replace(FAST, fused=FAST.fused | SMALL_BLOCKS, small_rows=SMALL_ROWS)
     decode = "decode: Triton, split over the keys, grouped query heads"
     refusal = flash_refusal(device, head_dim, dtype)
     if refusal:
-        return replace(FAST, why=(decode, f"prefill: Triton; {refusal}"))
-    return replace(FAST, attend=fast.attend_flash, prefill=ops.FLASH, why=(decode, "prefill: flash-attn-4"))
+        return replace(bundle, why=(decode, f"prefill: Triton; {refusal}"))
+    return replace(bundle, attend=fast.attend_flash, prefill=ops.FLASH, why=(decode, "prefill: flash-attn-4"))

@@ -127,6 +127,28 @@ def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple
     return total, rms_norm(total, weight, eps)
 
 
+def small_linear(x_td: Tensor, weight_od: Tensor, bias_o: Tensor | tuple[()] = (), *, silu: bool = False) -> Tensor:
+    """x @ weight.T + bias; with silu, silu(first half) * second half of the outputs."""
+    y = torch.nn.functional.linear(x_td, weight_od, bias_o if isinstance(bias_o, Tensor) else None)
+    return silu_mul(y) if silu else y
+
+
+def add_norm_small_linear(
+    x_td: Tensor,
+    update_td: Tensor,
+    norm_weight_d: Tensor,
+    eps: float,
+    weight_od: Tensor,
+    bias_o: Tensor | tuple[()] = (),
+    *,
+    silu: bool = False,
+    wide: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(x + update, its rms norm through a dense layer); wide: fp32 from the accumulators, and no bias."""
+    total, normed = add_rms_norm(x_td, update_td, norm_weight_d, eps)
+    return total, head_logits(normed, weight_od) if wide else small_linear(normed, weight_od, bias_o, silu=silu)
+
+
 def rotate(x_tnh: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
     """Rotary embedding, halves convention: pairs are (i, i + h/2). cos and sin are fp32 [t, h/2]."""
     first, second = x_tnh.float().chunk(2, dim=-1)

@@ -1,0 +1,89 @@
+"""The engine on a GPU: judged against fp32, graphs against no graphs, seams under graphs. Real shapes, random weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from funcllm.config import qwen3_config
+from funcllm.launch.engine import Engine, Output
+from funcllm.launch.request import SamplingParams
+from funcllm.layers import swiglu
+from funcllm.qwen3 import logits, param_specs
+from funcllm.record import Layers
+from funcllm.specs import init_params
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = replace(qwen3_config("0.6b", num_layers=4), eos_token_ids=())
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 10_000, (n,), generator=generator).tolist() for n in (7, 130, 33, 1, 257)]
+
+
+def run(layers: Layers = Layers(), sampling: SamplingParams = GREEDY, **options: Any) -> list[Output]:
+    options = {"max_num_seqs": 8, "max_model_len": 1024, "kv_blocks": 400, "max_num_batched_tokens": 256} | options
+    with Engine(config=CONFIG, random_weights=True, seed=5, layers=layers, device="cuda", **options) as engine:
+        outputs = engine.generate(prompts(), sampling)
+        assert not engine.describe()["notes"], engine.describe()["notes"]
+        assert options.get("graphs", True) == (engine.describe()["graphs"] > 0)
+    return outputs
+
+
+def whole_logits(output: Output, dtype: torch.dtype) -> Tensor:
+    """Reference logits at the tokens that produced the output's tokens."""
+    params = init_params(param_specs(CONFIG), seed=5, device="cuda", dtype=torch.bfloat16)
+    params = torch.utils._pytree.tree_map(lambda x: x.to(dtype), params)
+    ids = torch.tensor(output.prompt_token_ids + output.token_ids[:-1], device="cuda")
+    with torch.no_grad():
+        return logits(params, ids, config=CONFIG)[len(output.prompt_token_ids) - 1 :].float()
+
+
+def test_logits_are_as_near_to_fp32_as_the_bf16_reference() -> None:
+    for output in run(Layers().capture("logits")):
+        exact = whole_logits(output, torch.float32)
+        noise = (whole_logits(output, torch.bfloat16) - exact).square().mean().sqrt()
+        ours = output.captured["logits"].to(exact.device)
+        assert ours.shape == exact.shape
+        assert (ours - exact).square().mean().sqrt() <= 1.5 * noise
+        chosen = exact.gather(1, torch.tensor(output.token_ids, device=exact.device)[:, None])[:, 0]
+        assert (exact.amax(1) - chosen <= 4 * noise).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_graphs_equal_no_graphs_bit_for_bit(temperature: float) -> None:
+    sampling = replace(GREEDY, temperature=temperature, seed=11, top_p=0.9)
+    layers = Layers().capture("logits", "layers.2.residual_mid")
+    captured, plain = (run(layers, sampling, graphs=graphs) for graphs in (True, False))
+    for first, second in zip(captured, plain):
+        assert first.token_ids == second.token_ids
+        for name in ("logits", "layers.2.residual_mid"):
+            assert torch.equal(first.captured[name], second.captured[name])
+
+
+def test_depth_does_not_change_tokens() -> None:
+    results = [[o.token_ids for o in run(depth=depth)] for depth in (0, 1, 2)]
+    assert results[0] == results[1] == results[2]
+
+
+def test_a_swapped_mlp_and_an_edit_run_under_graphs() -> None:
+    def half(x_td: Tensor, params: Any, context: Any, /) -> Tensor:
+        return swiglu(x_td, params, context) * 0.5
+
+    def halve(x: Tensor, context: Any, /) -> Tensor:
+        return x * 0.5
+
+    swapped = run(Layers(mlp=half).capture("logits"))
+    edited = run(Layers().edit("layers.*.mlp.out", halve).capture("logits"))
+    plain = run(Layers().capture("logits"))
+    for ours, other, default in zip(swapped, edited, plain):
+        first = [o.captured["logits"][0] for o in (ours, other, default)]
+        assert (first[0] - first[1]).abs().max() < 0.05 * first[0].abs().max()
+        assert (first[0] - first[2]).abs().max() > 0.1 * first[0].abs().max()
