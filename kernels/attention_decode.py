@@ -137,6 +137,8 @@ def decode_attention(
         q_bnh.stride(0),
         out_bnh.stride(0),
         block_table_bm.stride(0),
+        splits,
+        config.min_tiles,
         scale if softcap > 0 else scale * LOG2_E,
         softcap,
         **shape,
@@ -152,6 +154,8 @@ def decode_attention(
             sinks,
             out_bnh,
             out_bnh.stride(0),
+            splits,
+            config.min_tiles,
             **combine_constants(head_dim, window, sinks_n, config),
             num_warps=4,
             **launch,
@@ -179,8 +183,7 @@ def decode_constants(
         "PADDED_DIM": max(16, triton.next_power_of_2(head_dim)),
         "BLOCK_SIZE": block_size,
         "TILE": config.tile,
-        "SPLITS": config.splits,
-        "MIN_TILES": config.min_tiles,
+        "IS_SPLIT": config.splits > 1,
         "WINDOW": window,
         "HAS_SOFTCAP": softcap > 0,
         "HAS_SINKS": sinks_n is not None,
@@ -195,10 +198,8 @@ def combine_constants(head_dim: int, window: int, sinks_n: Tensor | None, config
         "HEAD_DIM": head_dim,
         "PADDED_DIM": padded_dim,
         "TILE": config.tile,
-        "SPLITS": config.splits,
         "PADDED_SPLITS": padded_splits,
         "CHUNK": min(padded_splits, max(1, 4096 // padded_dim)),
-        "MIN_TILES": config.min_tiles,
         "WINDOW": window,
         "HAS_SINKS": sinks_n is not None,
         "PDL": config.pdl,
@@ -215,14 +216,14 @@ def device_size(device: torch.device) -> tuple[int, int]:
 
 
 @triton.jit
-def split_range(kv_len, split, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr):
+def split_range(kv_len, split, splits, min_tiles, TILE: tl.constexpr, WINDOW: tl.constexpr):
     """(first tile, end tile, used splits) of one split of a row with kv_len keys, of which a window sees the last."""
     end_tile = tl.cdiv(kv_len, TILE)
     first_tile = 0
     if WINDOW > 0:
         first_tile = tl.maximum(kv_len - WINDOW, 0) // TILE
     tiles = end_tile - first_tile
-    share = tl.maximum(tl.cdiv(tiles, SPLITS), MIN_TILES)
+    share = tl.maximum(tl.cdiv(tiles, splits), min_tiles)
     begin = first_tile + split * share
     return begin, tl.minimum(begin + share, end_tile), tl.cdiv(tiles, share)
 
@@ -233,7 +234,7 @@ def capped(scores, softcap):
     return softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634 / softcap))))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "min_tiles"])
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -247,6 +248,8 @@ def _decode_kernel(
     q_stride,
     out_stride,
     table_stride,
+    splits,
+    min_tiles,
     scale,
     softcap,
     NUM_KV_HEADS: tl.constexpr,
@@ -256,8 +259,7 @@ def _decode_kernel(
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -266,8 +268,8 @@ def _decode_kernel(
     split = tl.program_id(0) // NUM_KV_HEADS
     row = tl.program_id(1).to(tl.int64)
     kv_len = tl.load(lens_ptr + row)
-    begin, end, used = split_range(kv_len, split, TILE, SPLITS, MIN_TILES, WINDOW)
-    if SPLITS > 1 and begin >= end:
+    begin, end, used = split_range(kv_len, split, splits, min_tiles, TILE, WINDOW)
+    if IS_SPLIT and begin >= end:
         return
 
     heads = tl.arange(0, GROUP_ROWS)
@@ -319,7 +321,7 @@ def _decode_kernel(
         top = new_top
 
     whole = True
-    if SPLITS > 1:
+    if IS_SPLIT:
         whole = used == 1
     if whole:
         if HAS_SINKS:
@@ -331,12 +333,12 @@ def _decode_kernel(
         out = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out_ptr + row * out_stride + at, out.to(out_ptr.dtype.element_ty), mask=own)
     else:
-        part = (row * NUM_KV_HEADS * GROUP + head) * SPLITS + split
+        part = (row * NUM_KV_HEADS * GROUP + head) * splits + split
         tl.store(partials_ptr + part[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], mask=own)
         tl.store(lses_ptr + part, top + tl.log2(total), mask=heads < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "min_tiles"])
 def _combine_kernel(
     partials_ptr,
     lses_ptr,
@@ -344,13 +346,13 @@ def _combine_kernel(
     sinks_ptr,
     out_ptr,
     out_stride,
+    splits,
+    min_tiles,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
-    MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
@@ -358,15 +360,15 @@ def _combine_kernel(
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     kv_len = tl.load(lens_ptr + row)
-    _, _, used = split_range(kv_len, 0, TILE, SPLITS, MIN_TILES, WINDOW)
+    _, _, used = split_range(kv_len, 0, splits, min_tiles, TILE, WINDOW)
     if PDL:
         gdc_wait()
     if used == 1:
         return
 
-    first = (row * tl.num_programs(0) + head) * SPLITS
-    splits = tl.arange(0, PADDED_SPLITS)
-    lse = tl.load(lses_ptr + first + splits, mask=splits < used, other=float("-inf"))
+    first = (row * tl.num_programs(0) + head) * splits
+    every = tl.arange(0, PADDED_SPLITS)
+    lse = tl.load(lses_ptr + first + every, mask=every < used, other=float("-inf"))
     top = tl.maximum(tl.max(lse, 0), -1e30)
     total = 0.0
     if HAS_SINKS:
@@ -397,7 +399,7 @@ def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], d
     signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
     signature |= {"table_ptr": "*i32", "lens_ptr": "*i32", "sinks_ptr": "*fp32"}
     signature |= {"partials_ptr": "*fp32", "lses_ptr": "*fp32", "scale": "fp32", "softcap": "fp32"}
-    signature |= dict.fromkeys(("q_stride", "out_stride", "table_stride"), "i32")
+    signature |= dict.fromkeys(("q_stride", "out_stride", "table_stride", "splits", "min_tiles"), "i32")
     variants = []
     for head_dim in (64, 80, 96, 128, 256):
         for block_size, batch in ((128, 256), (16, 1)):
@@ -408,7 +410,7 @@ def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], d
         every = {**plain, "WINDOW": 4096, "HAS_SOFTCAP": True, "HAS_SINKS": True}
         variants.append((f"decode-{head_dim}-options", _decode_kernel, signature, every, options))
     combined = {"partials_ptr": "*fp32", "lses_ptr": "*fp32", "lens_ptr": "*i32", "sinks_ptr": "*fp32"}
-    combined |= {"out_ptr": "*bf16", "out_stride": "i32"}
+    combined |= {"out_ptr": "*bf16", "out_stride": "i32", "splits": "i32", "min_tiles": "i32"}
     for head_dim, splits, pdl in ((64, 2, False), (80, 5, True), (128, 33, True), (128, 128, False), (256, 16, False)):
         constants = combine_constants(head_dim, 0, None, DecodeConfig(splits=splits, pdl=pdl))
         variants.append((f"combine-{head_dim}-{splits}", _combine_kernel, combined, constants, {"num_warps": 4}))

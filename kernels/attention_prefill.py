@@ -299,7 +299,7 @@ def _prefill_tile(
     return new_top, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_chunks"])
 def _prefill_kernel(
     q_ptr,
     k_ptr,
@@ -424,7 +424,7 @@ def _prefill_kernel(
     tl.store(out_ptr + token.to(tl.int64)[:, None] * out_stride + at, out.to(out_ptr.dtype.element_ty), mask=own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _zero_kernel(out_ptr, starts_ptr, num_chunks, out_stride, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr):
     token = tl.program_id(0)
     if token < tl.load(starts_ptr + num_chunks):

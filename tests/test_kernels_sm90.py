@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SHARED_LIMIT = 232448
-MODULES = ("attention_decode", "attention_prefill", "kv", "triton_fused", "triton_sampler")
+MODULES = ("attention_decode", "attention_prefill", "kv")
 HOPPER_MMA = {"attention_prefill"}
 
 
