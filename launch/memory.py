@@ -1,7 +1,7 @@
 """How many KV blocks fit: arithmetic on measured bytes, agreed among the ranks.
 
-Everything here is a pure function of its arguments but `device_memory`, which reads what the machine has. The order of
-measuring is the caller's: compile, then the peak of the largest step, then a dry capture, then this arithmetic.
+Pure functions of their arguments, but for `measure_kv_blocks` and `device_memory`, which read what the machine has. The
+order of measuring is the caller's: compile, then the peak of the largest step, then a dry capture, then this.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from funcllm.group import Group, all_gather
+from funcllm.group import SINGLE, Group, all_gather
 
 TRASH_BLOCKS = 1  # block 0 takes the writes of padding and dead rows
 PREFIX_ALLOWANCE = 0.25  # blocks for cached prefixes beyond what running sequences can use
@@ -117,6 +117,40 @@ def num_kv_blocks(
     if wanted < minimum:
         raise ValueError(f"a pool of {wanted} KV blocks is below {minimum}, the least that works; raise max_num_seqs")
     return wanted
+
+
+def measure_kv_blocks(
+    *,
+    device: torch.device,
+    weight_bytes: int,
+    peak_bytes: int,
+    graph_bytes: int,
+    bytes_per_block: int,
+    fraction: float,
+    max_num_seqs: int,
+    max_model_len: int,
+    block_size: int,
+    group: Group = SINGLE,
+    kv_blocks: int | None = None,
+) -> int:
+    """num_kv_blocks for this device as it is now: weights and state allocated, the cache and the graphs not yet.
+
+    On a CPU the pool takes at most CPU_FRACTION of the memory that is free, shared by all ranks, whatever `fraction`.
+    """
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+        weight_bytes = max(weight_bytes, torch.cuda.memory_allocated(device))
+    total, free = device_memory(device, sharing=1 if on_gpu else group.size)
+    return num_kv_blocks(
+        MemoryUse(total=total, free=free, weights=weight_bytes, peak_activation=peak_bytes, graphs=graph_bytes),
+        bytes_per_block,
+        group=group,
+        cap=useful_kv_blocks(max_num_seqs, max_model_len, block_size),
+        fraction=fraction if on_gpu else min(fraction, CPU_FRACTION),
+        size_by="total" if on_gpu else "free",
+        kv_blocks=kv_blocks,
+    )
 
 
 def device_memory(device: torch.device, sharing: int = 1) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from funcllm.launch.memory import (
     fitting_kv_blocks,
     gib,
     kv_bytes_per_block,
+    measure_kv_blocks,
     num_kv_blocks,
     useful_kv_blocks,
 )
@@ -147,6 +148,38 @@ def test_ranks_on_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert device_memory(torch.device("cpu"), sharing=2) == (4 * GIB, 3 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 10))
     assert device_memory(torch.device("cuda", 0)) == (10, 5)
+
+
+MEASURED = {
+    "peak_bytes": 2 * GIB,
+    "graph_bytes": GIB,
+    "bytes_per_block": GIB,
+    "fraction": 0.9,
+    "max_num_seqs": 1000,
+    "max_model_len": 100,
+    "block_size": 10,
+}
+
+
+def test_a_gpu_is_measured_with_everything_allocated_that_is_not_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 100 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 12 * GIB)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    device = torch.device("cuda", 0)
+    assert measure_kv_blocks(device=device, weight_bytes=10 * GIB, **MEASURED) == 57  # all that is free
+    lower = {**MEASURED, "fraction": 0.5}
+    assert measure_kv_blocks(device=device, weight_bytes=10 * GIB, **lower) == 50 - 12 - 3
+    assert measure_kv_blocks(device=device, weight_bytes=20 * GIB, **lower) == 50 - 20 - 3
+    assert measure_kv_blocks(device=device, weight_bytes=20 * GIB, kv_blocks=40, **lower) == 40
+
+
+def test_a_cpus_pool_takes_a_part_of_what_is_free_and_no_more_than_is_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_host_memory", lambda: (400 * GIB, 100 * GIB))
+    measured = {**MEASURED, "peak_bytes": 0, "graph_bytes": 0}
+    cpu = {"device": torch.device("cpu"), "weight_bytes": 10 * GIB}
+    assert measure_kv_blocks(**cpu, **measured) == 30
+    assert run_threads(lambda group: measure_kv_blocks(**cpu, group=group, **measured), 2) == [15, 15]
+    assert measure_kv_blocks(**cpu, **{**measured, "max_num_seqs": 1}) == 10 + 3 + 1
 
 
 def test_this_machine_has_memory() -> None:
