@@ -142,7 +142,7 @@ def test_what_is_no_model_is_refused(model, message):
 def test_the_local_cache_comes_before_the_network(folder, monkeypatch):
     calls = []
 
-    def snapshot(name, allow_patterns, local_files_only=False):
+    def snapshot(name, allow_patterns, ignore_patterns, local_files_only=False):
         calls.append((name, local_files_only))
         assert "*.safetensors" in allow_patterns
         return str(folder)
@@ -156,7 +156,7 @@ def test_the_local_cache_comes_before_the_network(folder, monkeypatch):
 
 
 def test_being_offline_is_one_clear_line(monkeypatch):
-    def snapshot(name, allow_patterns, local_files_only=False):
+    def snapshot(name, allow_patterns, ignore_patterns, local_files_only=False):
         if local_files_only:
             raise LocalEntryNotFoundError("not cached")
         raise OSError("Name or service not known\n  while connecting")

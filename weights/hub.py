@@ -8,7 +8,8 @@ from pathlib import Path
 DEMO = Path(__file__).resolve().parent / "demo"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
+_WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
+_UNWANTED = ["*/*", "consolidated*"]  # the same weights in their makers' own format
 
 
 def resolve(model: str | Path | None = None) -> Path:
@@ -36,7 +37,7 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        cached = Path(snapshot_download(name, allow_patterns=_PATTERNS, local_files_only=True))
+        cached = Path(snapshot_download(name, local_files_only=True, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
         if _is_whole(cached):
             return cached
     except LocalEntryNotFoundError:
@@ -44,7 +45,7 @@ def _from_hub(name: str) -> Path:
     except HFValidationError as error:
         raise ValueError(f"{name} is no Hub id: {_one_line(error)}") from None
     try:
-        return Path(snapshot_download(name, allow_patterns=_PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     except Exception as error:
         raise ValueError(_why_not(name, error)) from None
 
