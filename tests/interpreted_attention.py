@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from funcllm.kernels import reference
+from funcllm.kernels import reference, tune
 from funcllm.kernels.attention_decode import DecodeConfig, choose_config, choose_splits, decode_attention
 from funcllm.kernels.attention_prefill import (
     PrefillConfig,
@@ -166,6 +166,26 @@ def test_less_shared_memory_gives_a_shallower_pipeline():
     assert depths == [7, 5, 3]
     assert choose_prefill_config(128, 2, 101376).num_stages <= choose_prefill_config(128, 2).num_stages
     assert replace(choose_prefill_config(256, 2)).tile == 32
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_tuning_times_a_configuration_and_checks_its_error(kind, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "CYCLE_BYTES", 1)
+    monkeypatch.setattr(tune, "graph_time", lambda call, tables: float(len([call(table) for table in tables])))
+    queries = 5 if kind == "prefill" else 1
+    shape = tune.Shape(
+        batch=2, context=40, heads=4, kv_heads=2, head_dim=16, block_size=16, ragged=True, queries=queries
+    )
+    case = tune.make_case(shape, "cpu")
+    if kind == "decode":
+        config, call = DecodeConfig(tile=16, splits=2), tune.decode_call
+    else:
+        config, call = PrefillConfig(rows=16, tile=16), tune.prefill_call
+    (result,) = tune.timed(shape, case, [config], call, 4.0)
+    assert (result.microseconds, result.rate) == (2.0, 2.0)
+    assert 0 < result.error <= tune.MAX_ERROR
+    assert "error" in capsys.readouterr().out
+    assert tune.record(result)["config"]["tile"] == 16
 
 
 @triton.jit
