@@ -82,7 +82,8 @@ def process_group(handle: dist.ProcessGroup | None = None) -> Group:
 def run_threads(fn: Callable[[Group], Result], size: int) -> list[Result]:
     """fn(group) on `size` ranks that are threads of this process; the results by rank, or the first rank's error.
 
-    For tests and `check_layer`: real collectives without processes.
+    For tests and `check_layer`: real collectives without processes. Raises RuntimeError where a rank returns while
+    another waits in a collective, which between processes would wait for ever.
     """
     exchange = _Exchange(size)
     results: list[Any] = [None] * size
@@ -93,6 +94,7 @@ def run_threads(fn: Callable[[Group], Result], size: int) -> list[Result]:
         try:
             with torch.set_grad_enabled(grad_enabled):
                 results[rank] = fn(Group(rank, size, _ThreadHandle(exchange, rank)))
+            exchange.swap(rank, _RETURNED)
         except threading.BrokenBarrierError:
             pass
         except BaseException as error:
@@ -183,6 +185,9 @@ class _ProcessHandle:
         return ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), self.size, self.group_name))
 
 
+_RETURNED = object()
+
+
 class _Exchange:
     """One slot a rank, and a barrier around reading them."""
 
@@ -190,11 +195,16 @@ class _Exchange:
         self.barrier = threading.Barrier(size)
         self.slots: list[Any] = [None] * size
 
-    def swap(self, rank: int, x: Tensor) -> list[Tensor]:
+    def swap(self, rank: int, x: Any) -> list[Any]:
         self.slots[rank] = x
         self.barrier.wait()
         values = list(self.slots)
         self.barrier.wait()
+        returned = [i for i, value in enumerate(values) if value is _RETURNED]
+        if 0 < len(returned) < len(values):
+            raise RuntimeError(
+                f"rank {returned[0]} returned while others wait in a collective; every rank must make the same calls"
+            )
         return values
 
 

@@ -23,7 +23,7 @@ from funcllm.layers import head_weight, vocab_ids
 from funcllm.record import Layers, check_layers, value_key
 from funcllm.rope import inverse_frequencies
 from funcllm.sampling import sample
-from funcllm.sites import active, site
+from funcllm.sites import active, describe, site
 from funcllm.types import (
     Angles,
     AttentionParams,
@@ -70,8 +70,7 @@ def with_windows(layers: Layers, config: ModelConfig) -> Layers:
     """The record with the config's sliding window in the layers that have one and keep the default attention."""
     if not config.sliding_window:
         return layers
-    sliding = config.sliding_layers or range(config.num_layers)
-    default = [i for i in sliding if layers.of(i).attention is attention.paged_attention]
+    default = [i for i in config.sliding_layers if layers.of(i).attention is attention.paged_attention]
     return layers.at(default, attention=functools.partial(attention.paged_attention, window=config.sliding_window))
 
 
@@ -378,6 +377,7 @@ def _whole_logits(
     *,
     extras: dict[str, Any] | None = None,
 ) -> Tensor:
+    _check_ids(token_ids_t)
     model = build(config, layers, group, REFERENCE, specs)
     dtype = _floating_dtype(params)
     num_tokens = token_ids_t.shape[0]
@@ -424,6 +424,14 @@ def whole_inputs(token_ids_t: Tensor, layers: Layers, extras: dict[str, Any]) ->
         sampling=(),
         extras={extra.name: both_rows(extra.name, extra.shape, extra.dtype, extra.default) for extra in layers.extras},
     )
+
+
+def _check_ids(token_ids_t: Tensor) -> None:
+    if token_ids_t.dim() != 1 or token_ids_t.shape[0] == 0 or token_ids_t.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"token_ids_t must be int32 or int64 ids of one sequence, [t] with t >= 1; got {describe(token_ids_t)}; "
+            "for a batch of equal lengths use torch.vmap"
+        )
 
 
 def _floating_dtype(params: PyTree) -> torch.dtype:

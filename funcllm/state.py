@@ -127,7 +127,7 @@ def inputs_of(
         rows_t = torch.cat([rows_t, torch.where(inside_x, rows_c[chunk_x], 0)])
         offset_t = torch.cat([offset_t, torch.where(inside_x, index_x - starts_c1[chunk_x], 0)])
         rows_b, lens_b = torch.cat([rows_b, rows_c]), torch.cat([lens_b, lens_c])
-        last_b = torch.cat([last_b, (num_decode + ends_c - 1).clamp(max=num_tokens - 1).long()])
+        last_b = torch.cat([last_b, (num_decode + ends_c - 1).clamp(min=0, max=num_tokens - 1).long()])
         chunks = ChunkRows(
             block_table_cm=state.block_table_rm[rows_c],
             kv_lens_c=torch.where(lens_c > 0, state.computed_r[rows_c] + lens_c, 0),
@@ -159,7 +159,8 @@ def advance(state: SequenceState, inputs: StepInputs, outputs: StepOutputs) -> t
     """The state after the step, in place, and the outputs with what became of each row.
 
     A row that sampled takes its token. It dies when that is one of its stop ids at a length of at least its min_length,
-    when its length reaches its limit, or when its logits held NaN (token -1).
+    when its length reaches its limit, or when its logits held NaN (token -1). A row that did not sample keeps its
+    extras.
     """
     rows_b = inputs.rows_b.long()
     counts_b = inputs.samples_l
@@ -175,7 +176,9 @@ def advance(state: SequenceState, inputs: StepInputs, outputs: StepOutputs) -> t
     state.length_r[rows_b] = new_length_b
     state.alive_r[rows_b] = alive_b
     for name, changed in outputs.extras.items():
-        state.extras[name][rows_b] = changed
+        value_r = state.extras[name]
+        kept_b = counts_b.view(-1, *(1,) * (value_r.dim() - 1))
+        value_r[rows_b] = torch.where(kept_b, changed.to(value_r.dtype), value_r[rows_b])
     return state, outputs._replace(count_l=counts_b.to(torch.int32), alive_l=alive_b)
 
 

@@ -252,8 +252,10 @@ def pick(
     Columns are the vocabulary ids first_id, first_id + 1, ...; only the first num_ids count. A row's score is its logit
     where temperature is 0, else logit / temperature + noise; logits below threshold_l (in logit units, inclusive) do
     not take part. Key: ordered bits of the score in the high word, 2^32 - 1 - id in the low one, so that the lowest id
-    wins a tie. A NaN logit among the columns makes the high word of the key 2^31 - 1.
+    wins a tie. A NaN logit among the columns makes the high word of the key 2^31 - 1. Without ids: the smallest int64.
     """
+    if num_ids == 0:
+        return torch.full((logits_lv.shape[0],), torch.iinfo(torch.int64).min, device=logits_lv.device)
     ids_v = first_id + torch.arange(num_ids, device=logits_lv.device)
     logits_lv = logits_lv[:, :num_ids]
     greedy_l1 = (temperature_l <= 0)[:, None]
