@@ -191,6 +191,26 @@ def test_aborting_gives_what_is_not_delivered_yet(depth: int) -> None:
     assert list(loop.run()) == []
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_draining_reads_what_is_under_way_and_launches_nothing(depth: int) -> None:
+    executor = Recorder(5)
+    loop = Loop(_scheduler(), executor, depth=depth)
+    loop.submit(_request(0, stream=True))
+    events = [event for _ in range(3) for event in loop.step()] + loop.drain()
+    assert [call for call in executor.calls if call[0] == "launch"] == [("launch", step) for step in range(3)]
+    assert _tokens(events) == {0: _expected(0, count=3)}
+    assert loop.scheduler.num_in_flight == 0
+    assert _tokens([*events, *loop.run()]) == {0: _expected(0)}
+
+
+def test_a_failure_while_draining_ends_every_request() -> None:
+    loop = Loop(_scheduler(), Recorder(5, fail_read=1), depth=2)
+    loop.submit(_request(0))
+    loop.step()
+    loop.step()
+    assert [(e.finish_reason, e.token_ids.tolist()) for e in loop.drain()] == [("error", _expected(0, count=1))]
+
+
 def test_a_loop_that_is_idle_has_nothing_to_do() -> None:
     loop = Loop(_scheduler(), NullExecutor(5))
     assert not loop.has_work
