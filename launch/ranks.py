@@ -852,7 +852,7 @@ def _join(store: Any, rank: int, size: int, device: torch.device, name: str, tim
                 [],
                 dist.Backend(backend) if ":" not in backend else backend,
                 store,
-                group_name=c10d.GroupName(name) if hasattr(c10d, "GroupName") else name,
+                group_name=name,  # type: ignore[arg-type]
                 timeout=timedelta(seconds=timeout),
                 device_id=device if device.type == "cuda" else None,
                 group_desc="funcllm",
