@@ -32,6 +32,8 @@ Bools = npt.NDArray[np.bool_]
 
 NAN_TOKEN = -1  # what a step returns for a row whose logits held NaN
 
+_NO_ROWS = np.zeros(0, np.int32)
+_NO_TRIPLES = np.zeros((0, 3), np.int32)
 _NEVER = np.iinfo(np.int32).max
 
 
@@ -326,31 +328,25 @@ class Scheduler:
         remaining = rows.scheduled_len - rows.scheduled_computed
         decode = np.flatnonzero(ready & (remaining == 1)).astype(np.int32)
         prompts = np.flatnonzero(ready & (remaining > 1))
-        has_preempted = self._make_room(decode)
+        short = decode[rows.scheduled_computed[decode] >= rows.num_blocks[decode] * self.block_size]
+        has_preempted = len(short) > self.pool.available
         if has_preempted:
+            short = self._make_room(short)
             decode, prompts = decode[rows.active[decode]], prompts[rows.active[prompts]]
-        appends = self._append_blocks(decode)
+        appends = self._append_blocks(short)
         left = self.max_num_batched_tokens - len(decode)
         chunks = self._chunks(prompts, left)
         left -= sum(length for _, length in chunks)
         admitted = [] if has_preempted or self._draining else self._admit(left)
         return _composition(decode, chunks, appends, admitted)
 
-    def _make_room(self, decode: Ints) -> bool:
-        """Preempts, youngest first, until every decode row that is left can have the block it needs next."""
-        short = self._short_rows(decode)
-        has_preempted = False
+    def _make_room(self, short: Ints) -> Ints:
+        """Preempts, youngest first, until every row of `short` that is left can have one block more; returns those."""
         while len(short) > self.pool.available:
             victim = self._youngest()
             self._preempt_rows(np.array([victim]))
             short = short[short != victim]
-            has_preempted = True
-        return has_preempted
-
-    def _short_rows(self, decode: Ints) -> Ints:
-        """The decode rows whose next token has no slot yet."""
-        rows = self._rows
-        return decode[rows.scheduled_computed[decode] >= rows.num_blocks[decode] * self.block_size]
+        return short
 
     def _youngest(self) -> int:
         """The row to preempt: one with nothing left to compute, else the one that arrived last."""
@@ -359,11 +355,11 @@ class Scheduler:
         order = rows.arrival + np.where(is_scheduled, self._arrivals, 0)
         return int(np.argmax(np.where(rows.active, order, -1)))
 
-    def _append_blocks(self, decode: Ints) -> Ints:
+    def _append_blocks(self, short: Ints) -> Ints:
+        """One block more for each of these rows, whose next token has no slot yet."""
         rows = self._rows
-        short = self._short_rows(decode)
         if not len(short):
-            return np.zeros((0, 3), np.int32)
+            return _NO_TRIPLES
         blocks = np.array(self.pool.allocate(len(short)), np.int32)
         index = rows.num_blocks[short]
         rows.block_table[short, index] = blocks
@@ -484,9 +480,6 @@ class Scheduler:
         samples = np.concatenate([np.ones(len(decode), bool), is_complete])
         both = np.concatenate([decode, chunks])
         plan = self._make_plan(composition, self._is_filtered(both[samples]))
-        self._prefill_tokens += int(composition.chunk_lens.sum()) + len(
-            np.intersect1d(decode, composition.admitted_rows)
-        )
         self._steps += 1
         return _Step(
             plan=plan,
@@ -495,8 +488,16 @@ class Scheduler:
             occupants=rows.occupant[both],
             sequences=self._row_sequences[both],
             samples=samples,
-            prefilled=np.union1d(chunks, composition.admitted_rows),
+            prefilled=self._prefilled(composition),
         )
+
+    def _prefilled(self, composition: _Composition) -> Ints:
+        """The rows that compute a part of a prompt in this step, chunks and admitted decode rows; counts the tokens."""
+        if not len(composition.chunk_rows) and not composition.admissions:
+            return composition.chunk_rows
+        singles = np.intersect1d(composition.decode_rows, composition.admitted_rows)
+        self._prefill_tokens += int(composition.chunk_lens.sum()) + len(singles)
+        return np.concatenate([composition.chunk_rows, singles])
 
     def _is_filtered(self, sampling_rows: Ints) -> bool:
         """Whether a row that samples in this step narrows its choice, or must not choose its stop ids yet."""
@@ -747,6 +748,8 @@ def _empty_rows(num_rows: int, capacity: int, table_width: int) -> _Rows:
 
 def _composition(decode: Ints, chunks: list[tuple[int, int]], appends: Ints, admitted: list[_Admitted]) -> _Composition:
     """Sorts admitted sequences into the two groups: one that has a single token to compute is a decode row."""
+    if not chunks and not admitted:
+        return _Composition(decode, _NO_ROWS, _NO_ROWS, appends, _NO_TRIPLES, (), _NO_ROWS)
     is_single = [a.chunk_len == 1 and a.admission.computed + 1 == len(a.admission.token_ids) for a in admitted]
     singles = [a.admission.row for a, single in zip(admitted, is_single) if single]
     chunks = chunks + [(a.admission.row, a.chunk_len) for a, single in zip(admitted, is_single) if not single]

@@ -319,17 +319,17 @@ class Result(NamedTuple):
 
 def make_workload(draw: Draw, *, with_swaps: bool = False) -> Workload:
     """A workload as `draw` decides it: small pools, shared prefixes, and much that goes wrong."""
-    block_size = (1, 2, 3, 4, 4, 6, 8)[draw(0, 6)]
+    block_size = (1, 2, 3, 4, 4, 6, 8, 16, 32)[draw(0, 8)]
     units = [unit for unit in range(1, block_size + 1) if block_size % unit == 0]
     max_num_seqs = draw(1, 6)
-    stems = [[draw(0, 2) for _ in range(draw(1, 14))] for _ in range(2)]
+    stems = [[draw(0, 2) for _ in range(draw(1, 14 if block_size < 16 else 60))] for _ in range(2)]
     return Workload(
         block_size=block_size,
         unit=units[draw(0, len(units) - 1)],
         num_blocks=draw(4, 14),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw(max_num_seqs, 20),
-        max_model_len=draw(12, 40),
+        max_model_len=draw(12, 40) * (1 if block_size < 16 else 3),
         prefix_caching=draw(0, 7) > 0,
         nan=draw(0, 7) == 0,
         jobs=[_make_job(draw, stems) for _ in range(draw(1, 8))],

@@ -297,8 +297,8 @@ def test_a_large_request_at_the_head_is_not_overtaken() -> None:
     steps = Steps(_scheduler(num_blocks=6))
     steps.scheduler.submit(_request(0, 9, sampling={"max_tokens": 3}))
     steps.step()
-    steps.scheduler.submit(_request(1, 11, start=20))
-    steps.scheduler.submit(_request(2, 3, start=30))
+    steps.scheduler.submit(_request(1, 11, start=20, sampling={"max_tokens": 1}))
+    steps.scheduler.submit(_request(2, 3, start=30, sampling={"max_tokens": 1}))
     assert steps.step()[0].admissions == ()
     assert _admitted(steps) == [1, 2]
 
