@@ -323,9 +323,10 @@ def variants() -> list[Any]:
     if INTERPRETED:
         return []
     pytest.importorskip("triton")
-    from funcllm.kernels import triton_fused, triton_sampler
+    from funcllm.kernels import triton_fused, triton_radix, triton_sampler
 
-    return [pytest.param(*v, id=v[0]) for v in (*triton_fused.compile_variants(), *triton_sampler.compile_variants())]
+    modules = (triton_fused, triton_sampler, triton_radix)
+    return [pytest.param(*variant, id=variant[0]) for module in modules for variant in module.compile_variants()]
 
 
 @compiled

@@ -140,9 +140,11 @@ def test_pick_marks_nan_and_takes_the_lowest_of_a_tie() -> None:
     assert tokens[2] >= 0
 
 
-def test_threshold_on_the_gpu_keeps_what_the_cpu_keeps() -> None:
+@pytest.mark.parametrize("spread", [0.5, 4.0, 30.0])
+def test_threshold_on_the_gpu_is_the_cpus_bit_for_bit(spread: float) -> None:
     rows = 24
-    logits = values(rows, 30_000, dtype=torch.float32) * 4
+    logits = values(rows, VOCABULARY, dtype=torch.float32) * spread
+    logits[3, ::2], logits[4] = float("-inf"), 1.0
     settings = (
         torch.tensor([0.0, 0.7, 1.0, 2.5] * 6),
         torch.tensor([0, 3, 20, 1000, 50, -1] * 4, dtype=torch.int32),
@@ -150,9 +152,32 @@ def test_threshold_on_the_gpu_keeps_what_the_cpu_keeps() -> None:
         torch.zeros(rows),
     )
     on_gpu = [setting.cuda() for setting in settings]
-    ours = sampler.threshold(logits, *on_gpu, 0, 30_000, sampler.identity, sampler.identity)
-    theirs = sampler.threshold(logits.cpu(), *settings, 0, 30_000, sampler.identity, sampler.identity)
+    ours = sampler.threshold(logits, *on_gpu, 0, VOCABULARY, sampler.identity, sampler.identity)
+    theirs = sampler.threshold(logits.cpu(), *settings, 0, VOCABULARY, sampler.identity, sampler.identity)
     assert torch.equal(ours.cpu(), theirs)
+
+
+def test_threshold_replays_in_a_graph() -> None:
+    logits = values(4, 30_000, dtype=torch.float32) * 4
+    settings = (
+        torch.tensor([0.7, 0.0, 1.0, 2.5], device="cuda"),
+        torch.tensor([20, 20, 0, 0], dtype=torch.int32, device="cuda"),
+        torch.tensor([0.95, 0.9, 0.5, 1.0], device="cuda"),
+        torch.tensor([0.0, 0.0, 0.0, 0.1], device="cuda"),
+    )
+
+    def run() -> Tensor:
+        return sampler.threshold(logits, *settings, 0, 30_000, sampler.identity, sampler.identity)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    logits.copy_(values(4, 30_000, dtype=torch.float32, seed=8) * 4)
+    graph.replay()
+    assert torch.equal(out, run())
+    assert out[1].item() == float("-inf")
+    assert (logits[0] >= out[0]).sum().item() <= 20
 
 
 # --- matrix kernels --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcllm.kernels import fused, reference, sampler
+from funcllm.kernels import fused, radix, reference, sampler
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting process of test_interpreted")
@@ -485,6 +485,60 @@ def test_threshold_compiles_whole_and_stays_equal() -> None:
     )
     fast = torch.compile(run, fullgraph=True, backend="aot_eager")
     assert torch.equal(fast(logits, *settings), run(logits, *settings))
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinity - infinity
+@pytest.mark.parametrize("by_mass", [False, True], ids=["count", "mass"])
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_radix_kernels_are_their_twins_bit_for_bit(by_mass: bool, index: int) -> None:
+    from funcllm.kernels import triton_radix
+
+    rows, columns, num_ids = 6, 4500, 4400
+    logits = torch.randn(rows, columns, generator=torch.Generator().manual_seed(index)) * 5
+    logits[0, :7], logits[1, :3000], logits[2, 9], logits[3, 4] = 2.5, -INF, INF, float("nan")
+    largest = triton_radix.largest(logits, num_ids)
+    assert torch.equal(largest, radix.largest(logits, num_ids))
+    shift, bits = radix.DIGITS[index]
+    prefix = radix.code_of(logits[:, 5]) >> (shift + bits)
+    prefix[4] = -1
+    floor = radix.code_of(logits.quantile(0.25, dim=-1).nan_to_num())
+    heat = torch.tensor([1.0, 0.6, 1.0, 2.0, 1.0, 0.01])
+    arguments = (num_ids, prefix, index, floor, largest, heat, by_mass)
+    ours, theirs = triton_radix.histogram(logits, *arguments), radix.histogram(logits, *arguments)
+    assert torch.equal(ours, theirs)
+    assert ours[5].sum() > 0
+    assert ours[4].sum() == 0
+    missing = (theirs.sum(-1) * 2 // 3).clamp(min=1)
+    missing[0] = 2**50
+    for mine, expected in zip(triton_radix.select(ours, missing, prefix), radix.select(theirs, missing, prefix)):
+        assert torch.equal(mine, expected)
+
+
+@interpreted
+def test_radix_kernels_find_the_largest_of_a_shard_without_ids() -> None:
+    from funcllm.kernels import triton_radix
+
+    assert triton_radix.largest(torch.ones(2, 8), 0).tolist() == [-INF, -INF]
+
+
+@compiled
+def test_masses_are_exponentials() -> None:
+    logits = torch.linspace(-30.0, 3.0, 2000)[None]
+    mass = radix.masses(logits, torch.tensor([3.0]), torch.tensor([0.8]))[0].double() / 2**radix.MASS_BITS
+    expected = torch.exp((logits[0].double() - 3.0) / np.float64(np.float32(0.8)))
+    torch.testing.assert_close(mass, expected, rtol=1e-5, atol=2.0**-40)
+    assert mass[-1] == 1
+
+
+@compiled
+def test_codes_keep_the_order_and_invert() -> None:
+    logits = torch.tensor([-INF, -3e38, -1.0, -1e-45, -0.0, 0.0, 1e-45, 1.0, 3e38, INF])
+    code = radix.code_of(logits)
+    assert (code.diff() > 0).all()
+    assert code.min() >= 0
+    assert code.max() < 2**32
+    assert torch.equal(radix.logit_of(code).view(torch.int32), logits.view(torch.int32))
 
 
 # --- Triton on a CPU -------------------------------------------------------------------------------------------------

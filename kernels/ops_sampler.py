@@ -1,0 +1,38 @@
+"""The passes of the sampler's threshold as torch ops: Triton on CUDA, the plain functions of radix.py on CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from funcllm.kernels import radix
+from funcllm.kernels.ops_fused import ON_GPU, define
+
+if ON_GPU:
+    from funcllm.kernels import triton_radix
+
+
+def _histogram_fake(logits: Tensor, num_ids: int, prefix: Tensor, index: int, *_: Any) -> Tensor:
+    return prefix.new_empty((logits.shape[0], 1 << radix.DIGITS[index][1]))
+
+
+define(
+    "largest_logit(Tensor logits, SymInt num_ids) -> Tensor",
+    cpu=radix.largest,
+    fake=lambda logits, num_ids: logits.new_empty(logits.shape[0]),
+    cuda=triton_radix.largest if ON_GPU else None,
+)
+define(
+    "radix_histogram(Tensor logits, SymInt num_ids, Tensor prefix, int index, Tensor floor, Tensor largest, "
+    "Tensor heat, bool by_mass) -> Tensor",
+    cpu=radix.histogram,
+    fake=_histogram_fake,
+    cuda=triton_radix.histogram if ON_GPU else None,
+)
+define(
+    "radix_select(Tensor histogram, Tensor missing, Tensor prefix) -> (Tensor, Tensor)",
+    cpu=radix.select,
+    fake=lambda histogram, missing, prefix: (prefix.new_empty(prefix.shape), missing.new_empty(missing.shape)),
+    cuda=triton_radix.select if ON_GPU else None,
+)
