@@ -93,7 +93,7 @@ def settle(stream: Stream, params: PyTree, site_name: str, context: Context, /) 
     x_td = site(site_name, total(stream, context), context)
     if fusion.fits(fusion.ADD_NORM, context):
         return x_td, context.kernels.rms_norm(x_td, params.weight, context.config.rms_norm_eps)
-    return x_td, context.layer.norm(x_td, params, context)
+    return x_td, same(context.layer.norm(x_td, params, context), x_td, "norm")
 
 
 def total(stream: Stream, context: Context) -> Tensor:
@@ -125,8 +125,9 @@ def heads_of(qkv: Tensor, params: AttentionParams, cache: PyTree, context: Conte
         cache = LayerCache(*caches)
         return attend(q_tnh, cache, context), cache
     layer = context.layer
-    q_tnh, k_tkh = layer.qk_norm(q_tnh, k_tkh, own(params.qk_norm, params), context)
-    q_tnh, k_tkh = layer.rope(q_tnh, k_tkh, own(params.rope, params), context)
+    for place in ("qk_norm", "rope"):
+        pair = getattr(layer, place)(q_tnh, k_tkh, own(getattr(params, place), params), context)
+        q_tnh, k_tkh = (same(ours, like, place) for ours, like in zip(pair, (q_tnh, k_tkh)))
     q_tnh = site("attention.q", q_tnh, context)
     k_tkh = site("attention.k", k_tkh, context)
     v_tkh = site("attention.v", v_tkh, context)

@@ -279,6 +279,8 @@ def _embed_unit(
 ) -> tuple[Stream, Angles, dict[str, Tensor]]:
     context = Context(layer=record, inputs=inputs, **static)
     x_td = record.embed(inputs.token_ids_t, params, context)
+    if x_td.shape != (inputs.token_ids_t.shape[0], context.config.hidden_size):
+        raise ValueError(f"embed must return [t, {context.config.hidden_size}]; it returned {describe(x_td)}")
     return _first_stream(x_td, context), rope_angles(inputs.positions_t, frequencies_h), context.captured
 
 
@@ -301,6 +303,9 @@ def _layer_unit(
 ) -> tuple[Stream, PyTree, dict[str, Tensor]]:
     context = Context(layer=record, inputs=inputs, angles=angles, **static)
     stream, cache = record.block(stream, params, cache, context)
+    unseen = [name for name in record.captures if name not in context.captured]
+    if unseen:
+        raise ValueError(f"nothing passed the captured site {unseen[0]!r}: the functions of its layer do not mark it")
     return stream, cache, context.captured
 
 
@@ -312,7 +317,9 @@ def _final_unit(
     if record.sample is not sample:
         logits_lv = all_gather(logits_lv, context.group, dim=1)[:, : context.config.vocab_size]
     token_ids_l, extras = record.sample(logits_lv, context)
-    return token_ids_l, extras, context.captured
+    if token_ids_l.shape != logits_lv.shape[:1] or token_ids_l.is_floating_point():
+        raise ValueError(f"sample must return int32[{logits_lv.shape[0]}] ids; it returned {describe(token_ids_l)}")
+    return token_ids_l.to(torch.int32), extras, context.captured
 
 
 def _logits(stream: Stream, params: Params, context: Context) -> Tensor:
@@ -338,7 +345,11 @@ def _head(stream: Stream, params: Params, context: Context) -> Tensor:
         )
         return logits_lv
     _, normed_ld = settle(stream, params.norm, "", context)
-    return context.layer.head(site("final", normed_ld, context), params, context)
+    logits_lv = context.layer.head(site("final", normed_ld, context), params, context)
+    wanted = (normed_ld.shape[0], -(-context.config.vocab_size // context.group.size))
+    if logits_lv.shape != wanted or logits_lv.dtype != torch.float32:
+        raise ValueError(f"head must return float32{[*wanted]} on this rank; it returned {describe(logits_lv)}")
+    return logits_lv
 
 
 _UNITS: dict[str, Unit] = {"embed": _embed_unit, "layer": _layer_unit, "final": _final_unit}

@@ -51,6 +51,8 @@ ARITY = {
 }
 FUNCTIONS = tuple(ARITY)
 MODEL_FUNCTIONS = ("embed", "head", "sample")
+PARTIAL_SUMS = ("embed", "mlp")
+_EDIT_ARITY = "(x, context, /) -> x"
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Layers:
     def edit(self, site: str, fn: EditFn) -> Layers:
         """The record with `fn` at a site: "layers.3.residual_mid", "layers.*.residual_mid" or "final"."""
         _check_site_name(site)
+        _check_call(f"the edit of {site!r}", fn, _EDIT_ARITY)
         return replace(self, edits=(*self.edits, (site, fn)))
 
     def capture(self, *sites: str) -> Layers:
@@ -111,6 +114,8 @@ class Layers:
         """The record with a per-request value: see `Extra`."""
         if any(extra.name == name for extra in self.extras):
             raise ValueError(f"the extra {name!r} is declared twice; give each its own name")
+        if "default" in options:
+            options["default"] = _hashable(options["default"])
         return replace(self, extras=(*self.extras, Extra(name=name, **options)))
 
     def of(self, index: int | None) -> Layers:
@@ -127,69 +132,118 @@ class Layers:
 
 
 def check_layers(layers: Layers, config: ModelConfig) -> None:
-    """Refuses layer numbers and sites that the model does not have, with ValueError."""
+    """Refuses layer numbers, sites and declarations that the model does not have, with ValueError."""
     for override in layers.overrides:
         for index in override.indices:
             if not 0 <= index < config.num_layers:
                 raise ValueError(f"layer {index} is replaced, but the model has layers 0 to {config.num_layers - 1}")
-    own_blocks = any(layers.of(i).block is not block_module.pre_norm_block for i in range(config.num_layers))
     for name in (*(site for site, _ in layers.edits), *layers.captures):
+        _check_site_name(name)
         number, local = _split(name)
-        if number not in (None, "*") and int(number) >= config.num_layers:
+        if number is None:
+            continue
+        if number != "*" and int(number) >= config.num_layers:
             raise ValueError(f"the site {name!r} is in layer {number}; the layers are 0 to {config.num_layers - 1}")
-        known = MODEL_SITES if number is None else LAYER_SITES
-        if local not in known and not (number is not None and own_blocks):
-            raise ValueError(f"no site is called {name!r}; known here: {', '.join(known)}")
+        indices = range(config.num_layers) if number == "*" else (int(number),)
+        if local not in LAYER_SITES and not any(_has_own_functions(layers.of(index)) for index in indices):
+            raise ValueError(f"no site is called {name!r}; known here: {', '.join(LAYER_SITES)}")
 
 
 def check_arity(name: str, fn: Any) -> None:
-    """Refuses a function that cannot take the positional arguments of its place, with both signatures."""
-    function = fn.apply if isinstance(fn, Component) else fn
-    wanted = ARITY[name]
+    """Refuses a function that cannot stand in its place, with ValueError and both signatures."""
+    _check_call(name, fn.apply if isinstance(fn, Component) else fn, ARITY[name])
+    if isinstance(fn, Component) and fn.whole and name not in PARTIAL_SUMS:
+        raise ValueError(
+            f"{name}=Component(..., whole=True) means nothing, for {name} returns no partial sum; whole is for "
+            f"{' and '.join(PARTIAL_SUMS)}"
+        )
+
+
+def value_key(value: Any) -> Any:
+    """A hashable key that is equal for functions that do the same: partials by function and arguments, closures by code
+    and cells, bound methods by function and object, records by their fields. Everything else goes by identity or by its
+    own hash.
+    """
+    return _key(value, ())
+
+
+def _key(value: Any, outer: tuple[int, ...]) -> Any:
+    """value_key inside of the values whose ids are `outer`: a function that calls itself is in its own cells."""
+    if id(value) in outer:
+        return ("inside", outer.index(id(value)))
+    inner = (*outer, id(value))
+
+    def keys(values: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(_key(item, inner) for item in values)
+
+    if isinstance(value, functools.partial):
+        return ("partial", *keys((value.func, value.args, value.keywords)))
+    if isinstance(value, types.MethodType):
+        return ("method", *keys((value.__func__, value.__self__)))
+    if isinstance(value, Component):
+        return ("component", *keys(getattr(value, f.name) for f in fields(value) if f.name != "source"))
+    if isinstance(value, types.FunctionType):
+        if "<locals>" not in value.__qualname__:
+            return value
+        cells = keys(cell.cell_contents for cell in value.__closure__ or () if _filled(cell))
+        defaults = keys((value.__defaults__, value.__kwdefaults__))
+        return ("function", value.__code__, id(value.__globals__), cells, defaults)
+    if is_dataclass(value) and not isinstance(value, type):
+        return (type(value), *keys(getattr(value, f.name) for f in fields(value)))
+    if isinstance(value, (tuple, list)):
+        return (type(value), *keys(value))
+    if isinstance(value, dict):
+        return ("dict", *keys(sorted(value.items(), key=repr)))
+    if isinstance(value, (bool, int, float)):
+        return (type(value), repr(value))  # 0.0 is not -0.0, and a NaN is itself
+    if isinstance(value, torch.Tensor):
+        return _ById(value)
+    try:
+        hash(value)
+    except TypeError:
+        return _ById(value)
+    return value
+
+
+class _ById:
+    """A value that equals only itself. It keeps the value alive, lest another takes over its id."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _check_call(name: str, function: Any, wanted: str) -> None:
     if not callable(function):
         raise ValueError(f"{name} must be a function {wanted}; got {function!r}")
-    count = wanted.split("/")[0].count(",")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return
     try:
-        signature.bind(*range(count))
+        signature.bind(*range(wanted.split("/")[0].count(",")))
     except TypeError:
         raise ValueError(
             f"{name} is called as {wanted}; {getattr(function, '__qualname__', function)}{signature} cannot take that"
         ) from None
 
 
-def value_key(value: Any) -> Any:
-    """A hashable key that is equal for functions that do the same: partials by function and arguments, closures by code
-    and cells, records by their fields. Everything else goes by identity or by its own hash.
-    """
-    if isinstance(value, functools.partial):
-        return ("partial", value_key(value.func), _keys(value.args), _keys(sorted(value.keywords.items())))
-    if isinstance(value, Component):
-        return ("component", *(value_key(getattr(value, f.name)) for f in fields(value) if f.name != "source"))
-    if isinstance(value, types.FunctionType):
-        cells = tuple(value_key(cell.cell_contents) for cell in value.__closure__ or () if _filled(cell))
-        defaults = (_keys(value.__defaults__ or ()), _keys(sorted((value.__kwdefaults__ or {}).items())))
-        return ("function", value.__code__, cells, defaults) if "<locals>" in value.__qualname__ else value
-    if is_dataclass(value) and not isinstance(value, type):
-        return (type(value), *(value_key(getattr(value, f.name)) for f in fields(value)))
-    if isinstance(value, (tuple, list)):
-        return (type(value), *map(value_key, value))
-    if isinstance(value, dict):
-        return ("dict", _keys(sorted(value.items(), key=repr)))
-    if isinstance(value, torch.Tensor):
-        return ("tensor", id(value))
-    try:
-        hash(value)
-    except TypeError:
-        return ("object", id(value))
-    return (type(value), value) if isinstance(value, (bool, int, float)) else value
+def _has_own_functions(layer: Layers) -> bool:
+    """Whether a function of this layer may pass sites of its own."""
+    plain = Layers()
+    own = (getattr(layer, name) for name in FUNCTIONS if name not in MODEL_FUNCTIONS)
+    usual = [getattr(plain, name) for name in FUNCTIONS]
+    return any((fn.func if isinstance(fn, functools.partial) else fn) not in usual for fn in own)
 
 
-def _keys(values: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(map(value_key, values))
+def _hashable(value: Any) -> Any:
+    """Nested lists as nested tuples."""
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _filled(cell: Any) -> bool:
@@ -201,7 +255,7 @@ def _filled(cell: Any) -> bool:
 
 
 def _split(site: str) -> tuple[str | None, str]:
-    if not site.startswith("layers."):
+    if not site.startswith("layers.") or site.count(".") < 2:
         return None, site
     _, number, local = site.split(".", 2)
     return number, local

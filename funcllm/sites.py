@@ -40,7 +40,7 @@ def site(name: str, x: Tensor, context: Context, /) -> Tensor:
         if site_name != name:
             continue
         edited = edit(x, context)
-        if edited.shape != x.shape or edited.dtype != x.dtype:
+        if not isinstance(edited, Tensor) or edited.shape != x.shape or edited.dtype != x.dtype:
             raise ValueError(
                 f"the edit of site {name!r} returned {describe(edited)}; it must return what it got, {describe(x)}"
             )

@@ -76,6 +76,11 @@ def random_params(config: ModelConfig, layers: Layers = Layers(), group: Group =
     return init_params(param_specs(config, layers, group), group, seed=seed, std=0.25)
 
 
+def params_for(config: ModelConfig) -> Callable[[Group, Layers], Params]:
+    """The random parameters of each rank, as `generate` wants them."""
+    return lambda group, layers: random_params(config, layers, group)
+
+
 def relative(ours: Tensor, theirs: Tensor) -> float:
     """The largest difference relative to the largest value; infinite for a NaN or another shape."""
     if ours.shape != theirs.shape or bool(torch.isnan(ours).any()):
