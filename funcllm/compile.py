@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcllm.types import Angles, StepInputs, Stream
+from funcllm.types import Angles, LayerCache, StepInputs, Stream
 
 OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,  # the norm reads the rounded sum, compiled or not
@@ -55,7 +55,7 @@ def compile_unit(unit: Callable[..., Any], name: str) -> Callable[..., Any]:
 class Graph:
     """A captured call without arguments and results: it reads and writes tensors that outlive it."""
 
-    def __init__(self, run: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> None:
+    def __init__(self, run: Callable[[], Any], pool: Any, stream: torch.cuda.Stream) -> None:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             run()
@@ -81,10 +81,10 @@ def _batch_class(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _counted_tensors(args: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors whose axis 0 is a token or row count."""
+    """The tensors whose axis 0 is a count of tokens, rows or blocks."""
     tensors: list[Any] = []
     for arg in args:
-        if isinstance(arg, (Stream, Angles)):
+        if isinstance(arg, (Stream, Angles, LayerCache)):
             tensors += arg
         elif isinstance(arg, StepInputs):
             plain = arg._replace(decode=(), chunks=(), sampling=(), extras={})

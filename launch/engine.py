@@ -40,6 +40,7 @@ log = logging.getLogger("funcllm")
 
 Prompt = str | Sequence[int]
 
+_UPDATE_LAYERS, _UPDATE_PARAMS = RunnerMethod("update_layers"), RunnerMethod("update_params")
 _UPDATE_BYTES = 256 << 20  # of weights sent to the ranks at a time
 
 
@@ -311,7 +312,9 @@ class Engine:
         Raises ValueError where the record needs other parameters or extras than the engine was started with.
         """
         single = self.options.builder(self.config, layers)
-        self.call(RunnerMethod("update_layers"), layers)
+        self._check_open()
+        self._drain()
+        self._ranks.call(_UPDATE_LAYERS, layers)
         self.layers, self._single = layers, single
         self._layers_version += 1
         self._scheduler.reset_prefix_cache()
@@ -332,7 +335,7 @@ class Engine:
         self._check_open()
         self._drain()
         if isinstance(source, (str, Path)):
-            self._ranks.call(RunnerMethod("update_params"), resolve_model(source))
+            self._ranks.call(_UPDATE_PARAMS, resolve_model(source))
         else:
             self._send_params(source)
         self.weight_version += 1
@@ -519,7 +522,7 @@ class Engine:
         items = source if isinstance(source, (Iterator, list)) else named(source, specs).items()
         written: set[str] = set()
         for batch in _batches(items, _UPDATE_BYTES):
-            written |= self._ranks.call(RunnerMethod("fill_params"), batch)[0]
+            written |= self._ranks.call(_UPDATE_PARAMS, dict(batch), True)[0]
         missing = self._runner.part_names - written
         if missing:
             raise ValueError(

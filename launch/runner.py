@@ -8,6 +8,7 @@ the step's outputs are read later.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from funcllm.compile import Graph, compile_unit, num_compiled
 from funcllm.config import ModelConfig
-from funcllm.group import Group, all_reduce, all_reduce_max
+from funcllm.group import Group, all_reduce
 from funcllm.kernels.bundle import Kernels, fast_kernels
 from funcllm.kernels.fast import copy_slots
 from funcllm.launch import memory
@@ -31,7 +32,7 @@ from funcllm.launch.plan import HEADER, Ints, PackedPlan, Plan, admission_column
 from funcllm.launch.ring import Handle, OutputRing, PlanRing, outputs_now
 from funcllm.qwen3 import qwen3
 from funcllm.record import Layers
-from funcllm.specs import assemble, fill, init_params, map_specs, nbytes, spec_leaves
+from funcllm.specs import init_params, map_specs, nbytes, spec_leaves
 from funcllm.state import Admissions, advance, apply_edits, init_state, inputs_of
 from funcllm.types import (
     MAX_STOP_IDS,
@@ -44,10 +45,12 @@ from funcllm.types import (
     StepInputs,
     StepOutputs,
 )
-from funcllm.weights.load import load_params, read_from
+from funcllm.weights.load import layer_sources, load_params, refill
 
 log = logging.getLogger("funcllm")
 
+_TINY_BLOCKS = 3
+_WARM_ROWS = (6, 24)  # one of each batch class; these counts, 4, 8, 48 and _TINY_BLOCKS all differ
 _PLAN_WORDS = 1 << 18  # of the static plan buffer; a larger plan takes a slower way
 
 
@@ -86,6 +89,9 @@ class RunnerMethod(NamedTuple):
     """A method of the Runner that `Engine` calls on every rank, in place of a function."""
 
     name: str
+
+    def __call__(self, runner: Runner, *args: Any) -> Any:
+        return getattr(runner, self.name)(*args)
 
 
 class Rank(NamedTuple):
@@ -146,19 +152,19 @@ class Runner:
         assert outputs is not None
         return outputs_now(outputs)
 
-    def call(self, fn: Callable[..., Any] | RunnerMethod, args: tuple[Any, ...]) -> Any:
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """fn(rank, *args), between steps."""
         if isinstance(fn, RunnerMethod):
-            return getattr(self, fn.name)(*args)
+            return fn(self, *args)
         return fn(Rank(self.params, self.cache, self.state, self.model, self.group), *args)
 
     def close(self) -> None:
         """Frees what this rank holds on the device."""
         self._graphs.clear()
-        self.params = self.cache = self.state = self.model = None  # type: ignore[assignment]
+        for name in ("params", "cache", "state", "model", "_ring", "_device_words"):
+            self.__dict__.pop(name, None)
         if self.on_gpu:
             torch.cuda.synchronize()
-            self._ring = self._device_words = None  # type: ignore[assignment]
             torch.cuda.empty_cache()
 
     @torch.no_grad()
@@ -179,16 +185,9 @@ class Runner:
         self._capture_all()
 
     @torch.no_grad()
-    def update_params(self, folder: Path) -> None:
-        """Copies the weights of a folder into the parameters in place; captured graphs go on with them."""
-        fresh = self._load_from(folder)
-        for target, value in zip(pytree.tree_leaves(self.params), pytree.tree_leaves(fresh), strict=True):
-            target.copy_(value)
-
-    @torch.no_grad()
-    def fill_params(self, items: list[tuple[str, Tensor]]) -> set[str]:
-        """Copies this rank's slices of whole tensors into the parameters in place; the names written."""
-        return fill(self.params, self.model.specs, items, self.group)
+    def update_params(self, source: Any, partial: bool = False) -> set[str]:
+        """Writes other weights into the parameters in place, see `refill`; captured graphs go on with them."""
+        return refill(self.params, self.model.specs, source, self.group, partial=partial)
 
     @property
     def part_names(self) -> set[str]:
@@ -223,16 +222,19 @@ class Runner:
         return self.options.builder(self.options.config, layers, self.group, self.kernels, transform)
 
     def _load(self) -> Params:
-        source = self.options.source
-        if isinstance(source, int):
-            return init_params(self.model.specs, self.group, seed=source, device=self.device, dtype=self.options.dtype)
-        return self._load_from(source)
-
-    def _load_from(self, source: Mapping[str, Tensor] | Path) -> Params:
-        specs, placed = self.model.specs, {"device": self.device, "dtype": self.options.dtype}
-        if isinstance(source, Path):
-            return load_params(source, specs, self.group, progress=self.options.progress, **placed)
-        return assemble(specs, read_from(source), self.group, **placed)
+        options, specs = self.options, self.model.specs
+        if isinstance(options.source, int):
+            return init_params(specs, self.group, seed=options.source, device=self.device, dtype=options.dtype)
+        return load_params(
+            options.source,
+            specs,
+            self.group,
+            device=self.device,
+            dtype=options.dtype,
+            config=options.config,
+            sources=layer_sources(options.layers, options.config.num_layers),
+            progress=options.progress,
+        )
 
     def _allocate(self) -> None:
         options = self.options
@@ -259,26 +261,26 @@ class Runner:
         )
 
     def _size_cache(self) -> int:
-        """Warms up on a cache of two blocks, measuring; the number of blocks that every rank can hold."""
+        """Warms up on a tiny cache, measuring; the number of blocks that every rank can hold."""
         options = self.options
-        self.cache = self._new_cache(2)
+        self.cache = self._new_cache(_TINY_BLOCKS)
         peak = self._warm_up()
-        if options.kv_blocks:
-            return options.kv_blocks
         graph_bytes = self._dry_capture() if self.on_gpu and options.graphs else 0
+        bytes_per_block = self._bytes_per_block()
         self.cache = ()
-        blocks = memory.measure_kv_blocks(
+        return memory.measure_kv_blocks(
             device=self.device,
             weight_bytes=nbytes(self.model.specs, self.group, options.dtype),
             peak_bytes=peak,
             graph_bytes=graph_bytes,
-            bytes_per_block=self._bytes_per_block(),
+            bytes_per_block=bytes_per_block,
             fraction=options.gpu_memory_fraction,
             max_num_seqs=options.max_num_seqs,
             max_model_len=options.max_model_len,
             block_size=options.block_size,
+            group=self.group,
+            kv_blocks=options.kv_blocks or None,
         )
-        return -int(all_reduce_max(torch.tensor(-blocks, device=self.device), self.group))
 
     def _bytes_per_block(self) -> int:
         options = self.options
@@ -300,7 +302,8 @@ class Runner:
         if options.compile:
             for filtered in (False, True):
                 self._trash_step(decode=4, chunks=8, tokens=48, span=32, filtered=filtered)
-                self._trash_step(decode=max(MIN_ROWS, min(6, buckets.decode[-1])), filtered=filtered)
+                for rows in {min(rows, buckets.decode[-1]) for rows in _WARM_ROWS}:
+                    self._trash_step(decode=max(MIN_ROWS, rows), filtered=filtered)
         if not self.on_gpu:
             return 0
         torch.cuda.synchronize()
@@ -376,7 +379,7 @@ class Runner:
         self._trash_step(decode=bucket, filtered=filtered)
         torch.cuda.synchronize()
         rows_b = self._device_words[HEADER : HEADER + bucket]
-        return Graph(lambda: self._decode_step(rows_b, filtered), pool, self._capture_stream)
+        return Graph(functools.partial(self._decode_step, rows_b, filtered), pool, self._capture_stream)
 
     def _dry_capture(self) -> int:
         """Bytes that the graph of the largest bucket takes, captured on the tiny cache and dropped."""
