@@ -118,6 +118,7 @@ def _readable_warnings() -> Iterator[None]:
     propagated, logger.propagate = logger.propagate, False
     try:
         with warnings.catch_warnings():
+            warnings.simplefilter("default")
             warnings.showwarning = show
             yield
     finally:
@@ -145,15 +146,17 @@ def _stack(*decorators: _Decorator) -> _Decorator:
 def _read_config(ctx: click.Context, param: click.Parameter, file: str | None) -> str | None:
     """Puts the values of a run.yaml under the flags: a flag that is given beats the file."""
     if file is not None:
+        flags = {p.opts[0].lstrip("-").replace("-", "_"): p for p in ctx.command.params if isinstance(p, click.Option)}
         keys = [
-            opt.Key(name=p.name, multiple=p.multiple, flag=p.is_flag)
-            for p in ctx.command.params
-            if isinstance(p, click.Option) and p.name not in (None, "config", "debug", "help")
+            opt.Key(name=name, multiple=p.multiple, flag=p.is_flag)
+            for name, p in flags.items()
+            if name not in ("config", "debug")
         ]
         try:
-            ctx.default_map = opt.read_run_file(file, keys)
+            values = opt.read_run_file(file, keys)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
+        ctx.default_map = {str(flags[name].name): value for name, value in values.items()}
     return file
 
 

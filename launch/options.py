@@ -123,7 +123,7 @@ def _layer_names(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key that a run file may hold: a flag's parameter name, and how many values it takes."""
+    """One key that a run file may hold: a flag's name with underscores, and how many values it takes."""
 
     name: str
     multiple: bool = False
@@ -131,7 +131,7 @@ class Key:
 
 
 def read_run_file(file: str | Path, keys: Sequence[Key]) -> dict[str, Any]:
-    """The values of a run.yaml by parameter name, as text for the flags' own parsers. Dashes and underscores are one.
+    """The values of a run.yaml by flag, as text for the flags' own parsers. Dashes and underscores are one.
 
     Numbers and words go through as written, lists belong to repeatable flags only, a mapping there is name=value pairs;
     an empty value leaves the flag at its default. Raises ValueError for an unknown key, with the nearest name.
