@@ -28,8 +28,13 @@ _modules: weakref.WeakValueDictionary[str, types.ModuleType] = weakref.WeakValue
 
 
 def dumps(value: Any) -> bytes:
-    """The value as bytes for `loads` in a process that can import the same modules."""
-    return cloudpickle.dumps(value)
+    """The value as bytes for `loads` in a process that can import the same modules.
+
+    Tensors of a GPU travel as CPU tensors, since another rank would otherwise open a context on that GPU.
+    """
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
 
 
 def loads(data: bytes | bytearray | memoryview) -> Any:
@@ -39,9 +44,19 @@ def loads(data: bytes | bytearray | memoryview) -> Any:
     return _Unpickler(io.BytesIO(data)).load()
 
 
-def to_cpu(value: Any) -> Any:
-    """The value with its tensors on the CPU: a tensor of another rank's GPU would open a context there."""
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
+class _Pickler(cloudpickle.Pickler):
+    """Packs a tensor's own elements only: not its device, nor the rest of the storage that it is a view of."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and _is_foreign(obj):
+            return obj.detach().to("cpu", copy=True).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return super().reducer_override(obj)
+
+
+def _is_foreign(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return False
+    return tensor.device.type != "cpu" or tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
 class _Unpickler(pickle.Unpickler):
