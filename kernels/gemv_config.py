@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 MAX_ROWS = 16
 _STREAM_ROWS = 4  # up to here the streaming kernel is chosen
+_STREAM_ROWS_NARROW = 8  # the same where tensor-core tiles would be too few to fill the GPU
+_NARROW = 1024  # outputs
 _VECTOR = 8  # elements of a 16-byte load
 _SHARE = 32  # elements of the weight that a thread of the streaming kernel holds, about
 
@@ -26,6 +29,10 @@ class GemvConfig:
         return [self.block_n, self.num_warps, self.block_k, self.num_stages, int(self.tensor_cores)]
 
 
+MEASURED: Mapping[tuple[int, int, int, bool], GemvConfig] = {}
+"""(rows, outputs, inputs, silu) -> the fastest configuration on an H200, where it beats the rule; see tune_gemv.py."""
+
+
 def unpacked(config: list[int]) -> GemvConfig:
     """The configuration that `packed` gave."""
     block_n, num_warps, block_k, num_stages, tensor_cores = config
@@ -35,8 +42,11 @@ def unpacked(config: list[int]) -> GemvConfig:
 
 
 def choose_config(rows: int, out_features: int, in_features: int, silu: bool) -> GemvConfig:
-    """A good configuration from sizes alone, before any measurement."""
-    if rows > _STREAM_ROWS:
+    """The measured configuration of these sizes, or else a good one by rule. out_features counts after silu * up."""
+    measured = MEASURED.get((rows, out_features, in_features, silu))
+    if measured is not None:
+        return measured
+    if rows > (_STREAM_ROWS_NARROW if out_features <= _NARROW else _STREAM_ROWS):
         block_n = 16 if out_features <= 4096 else 32
         return GemvConfig(
             block_n=block_n, num_warps=4, block_k=min(256, next_power_of_2(in_features)), num_stages=4,

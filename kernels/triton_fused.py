@@ -99,7 +99,7 @@ def qk_norm_rope_write(
     out_tnh = torch.empty(q_tnh.shape, dtype=q_tnh.dtype, device=q_tnh.device)
     if num_tokens == 0:
         return out_tnh
-    q_tnh, k_tkh, v_tkh, cos_th, sin_th = (_unit_stride(x) for x in (q_tnh, k_tkh, v_tkh, cos_th, sin_th))
+    q_tnh, k_tkh, v_tkh, cos_th, sin_th = (unit_stride(x) for x in (q_tnh, k_tkh, v_tkh, cos_th, sin_th))
     normed = q_weight_h is not None and k_weight_h is not None
     heads = heads_of_a_program(num_tokens, num_heads, num_kv_heads)
     q_groups, kv_groups = triton.cdiv(num_heads, heads), triton.cdiv(num_kv_heads, heads)
@@ -178,16 +178,17 @@ def _norm_shape(rows: int, size: int) -> tuple[dict[str, Any], tuple[int]]:
     return {"SIZE": size, "PADDED_SIZE": padded, "ROWS": tile, "num_warps": warps}, (triton.cdiv(rows, tile),)
 
 
-def _unit_stride(x: Tensor) -> Tensor:
+def unit_stride(x: Tensor) -> Tensor:
+    """x, copied only where its last axis is not dense."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:
-    return _unit_stride(x.reshape(-1, x.shape[-1]))
+    return unit_stride(x.reshape(-1, x.shape[-1]))
 
 
 def _three_axes(x: Tensor) -> Tensor:
-    return _unit_stride(x) if x.dim() == 3 else _rows(x)[:, None, :]
+    return unit_stride(x) if x.dim() == 3 else _rows(x)[:, None, :]
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------

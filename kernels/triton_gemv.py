@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from funcllm.kernels.gemv_config import GemvConfig, choose_config
-from funcllm.kernels.triton_fused import silu_product
+from funcllm.kernels.gemv_config import MAX_ROWS, GemvConfig, choose_config
+from funcllm.kernels.triton_fused import silu_product, unit_stride
 
 
 def gemv(
@@ -44,6 +44,13 @@ def gemv(
     with the residual. wide: y is the fp32 accumulator. update needs norm_weight. The weight is contiguous.
     """
     rows, size = x_td.shape
+    if rows > MAX_ROWS:
+        raise ValueError(f"{rows} rows are more than the {MAX_ROWS} of the small-batch kernels; use a plain linear")
+    if not weight_od.is_contiguous():
+        raise ValueError(f"a weight with strides {weight_od.stride()} is not contiguous; pass weight.contiguous()")
+    x_td = unit_stride(x_td)
+    update_td = None if update_td is None else unit_stride(update_td)
+    residual_to = None if residual_to is None else unit_stride(residual_to)
     out_features = weight_od.shape[0] // 2 if silu else weight_od.shape[0]
     y_to = torch.empty((rows, out_features), dtype=torch.float32 if wide else x_td.dtype, device=x_td.device)
     total_td = torch.empty((rows, size), dtype=x_td.dtype, device=x_td.device) if update_td is not None else x_td
@@ -106,7 +113,11 @@ def gemv_constants(
     """The compile-time arguments of a launch."""
     whole = triton.next_power_of_2(size)
     constants = {"M": rows, "N": out_features, "K": size, "BIAS": bias, "NORM": norm, "ADD": add, "SILU": silu}
-    constants |= {"RESIDUAL": residual, "BLOCK_N": config.block_n, "BLOCK_K": min(config.block_k or whole, whole)}
+    constants |= {
+        "RESIDUAL": residual,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": min(config.block_k or whole, max(whole, 16)),
+    }
     return constants | {"PADDED_K": whole} | ({} if config.tensor_cores else {"STAGES": config.num_stages})
 
 
@@ -310,10 +321,10 @@ def _tensor_core_kernel(
             x_rk = (x_rk.to(tl.float32) * scale_r1).to(dtype).to(tl.float32) * norm_weight_1k
             x_rk = x_rk.to(dtype)
         weight_kn = tl.load(row_1n + at_k1, mask=live_kn, other=0.0, eviction_policy="evict_first")
-        y_rn = tl.dot(x_rk, weight_kn, y_rn)
+        y_rn = tl.dot(x_rk, weight_kn, y_rn, input_precision="ieee")
         if SILU:
             up_weight_kn = tl.load(row_1n + N * K + at_k1, mask=live_kn, other=0.0, eviction_policy="evict_first")
-            up_rn = tl.dot(x_rk, up_weight_kn, up_rn)
+            up_rn = tl.dot(x_rk, up_weight_kn, up_rn, input_precision="ieee")
     live_rn = (m_r1 < M) & live_1n
     n_1n = n[None, :]
     _finish(
@@ -339,6 +350,7 @@ def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], d
         (4, 12288, 4096, {"norm": True, "add": True, "silu": True}),
         (1, 4096, 12288, {"residual": True}),
         (1, 151936, 1024, {}),
+        (8, 1024, 3072, {"residual": True}),
         (8, 6144, 4096, {"norm": True}),
         (8, 12288, 4096, {"norm": True, "add": True, "silu": True}),
         (16, 4096, 12288, {"residual": True}),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcllm.kernels import gemv, reference
+from funcllm.kernels import gemv, gemv_config, reference
 from funcllm.kernels.gemv_config import GemvConfig, choose_config, next_power_of_2, unpacked
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -74,11 +74,17 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "names",
-    [(), ("bias",), ("residual",), ("norm_weight",), ("norm_weight", "update"), ("bias", "norm_weight")],
-    ids=lambda names: " ".join(names) or "plain",
+    ("names", "rows", "silu"),
+    [
+        ((), 1, False),
+        (("bias",), 1, True),
+        (("residual",), 3, False),
+        (("norm_weight",), 1, False),
+        (("norm_weight", "update"), 3, True),
+        (("bias", "norm_weight"), 2, True),
+    ],
+    ids=lambda value: " ".join(value) or "plain" if isinstance(value, tuple) else str(value),
 )
-@pytest.mark.parametrize(("rows", "silu"), [(1, False), (3, True)])
 def test_kernel_equals_the_composition(
     config: GemvConfig, dtype: torch.dtype, names: tuple[str, ...], rows: int, silu: bool
 ) -> None:
@@ -170,6 +176,24 @@ def test_kernels_refuse_transforms_and_gradients() -> None:
 
 
 @compiled
+def test_launches_refuse_too_many_rows_and_strided_weights() -> None:
+    from funcllm.kernels import triton_gemv
+
+    with pytest.raises(ValueError, match="17 rows are more than the 16"):
+        triton_gemv.gemv(torch.ones(17, 8), torch.ones(4, 8))
+    with pytest.raises(ValueError, match="not contiguous"):
+        triton_gemv.gemv(torch.ones(1, 4), torch.ones(4, 8).T)
+
+
+@compiled
+def test_measured_configurations_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = GemvConfig(block_n=8, num_warps=2)
+    monkeypatch.setattr(gemv_config, "MEASURED", {(1, 64, 512, False): config})
+    assert choose_config(1, 64, 512, False) == config
+    assert choose_config(2, 64, 512, False) != config
+
+
+@compiled
 def test_fits_names_what_the_kernels_take() -> None:
     weight = torch.zeros(6, 16, dtype=torch.bfloat16)
     assert gemv.fits(1, weight)
@@ -202,7 +226,7 @@ def test_chosen_configurations_are_legal(rows: int, out_features: int, size: int
     """Streaming: a thread's 16-byte loads cover a row without exchanging layouts, and a thread holds few registers."""
     config = choose_config(rows, out_features, size, silu)
     assert unpacked(config.packed()) == config
-    assert config.tensor_cores == (rows > 4)
+    assert config.tensor_cores == (rows > (8 if out_features <= 1024 else 4))
     if not config.tensor_cores:
         width = next_power_of_2(size)
         threads = 32 * config.num_warps

@@ -507,7 +507,7 @@ def test_radix_kernels_are_their_twins_bit_for_bit(by_mass: bool, index: int) ->
     arguments = (num_ids, prefix, index, floor, largest, heat, by_mass)
     ours, theirs = triton_radix.histogram(logits, *arguments), radix.histogram(logits, *arguments)
     assert torch.equal(ours, theirs)
-    assert (ours.sum(-1) > 0).sum() >= 2
+    assert (ours.sum(-1) > 0).any()
     assert ours[4].sum() == 0
     missing = (theirs.sum(-1) * 2 // 3).clamp(min=1)
     missing[0] = 2**50
