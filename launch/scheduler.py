@@ -34,6 +34,7 @@ NAN_TOKEN = -1  # what a step returns for a row whose logits held NaN
 
 _NO_ROWS = np.zeros(0, np.int32)
 _NO_TRIPLES = np.zeros((0, 3), np.int32)
+_RETRY_STEPS = 8  # by then a waiting prompt may share blocks with one that runs
 _NEVER = np.iinfo(np.int32).max
 
 
@@ -73,7 +74,8 @@ class _Sequence:
     chain: Chain | None = None
     in_flight: int = 0  # of a preempted sequence: launched steps with it that are not committed
     cached_tokens: int = -1
-    required: int = 0  # blocks that were missing when it was last tried
+    required: int = 0  # blocks it needed when it was last tried and had to wait
+    retry_step: int = 0  # when to try it again although there are no more blocks than then
     is_done: bool = False
 
     @property
@@ -405,7 +407,7 @@ class Scheduler:
         """What the prefix cache has of a sequence, if the blocks for the rest are there; None if it must wait."""
         pool = self.pool
         is_alone = not self._rows.active.any()
-        if not is_alone and pool.available < sequence.required:
+        if not is_alone and pool.available < sequence.required and self._steps < sequence.retry_step:
             return None
         request = sequence.request
         hit = pool.match(request.tag, sequence.token_ids, read=request.reads_cache)
@@ -417,7 +419,7 @@ class Scheduler:
         taken = self._blocks_taken(hit, needed)
         if taken + spare <= pool.available:
             return hit
-        sequence.required = taken
+        sequence.required, sequence.retry_step = taken, self._steps + _RETRY_STEPS
         return None
 
     def _blocks_taken(self, hit: Hit, needed: int) -> int:
@@ -539,7 +541,6 @@ class Scheduler:
             sequence.token_ids = self._rows.token_ids[row, : self._rows.committed_len[row]].copy()
             sequence.delivered = int(self._rows.delivered[row])
             sequence.in_flight = sum(any(sequence is other for other in step.sequences) for step in self._in_flight)
-            sequence.required = 0
             self._release_row(row)
             self._preemptions += 1
             if sequence.in_flight:

@@ -207,7 +207,20 @@ def test_forgotten_blocks_are_free_and_end_the_chains_through_them() -> None:
     pool.check(Counter(table.tolist()))
     assert pool.match(TAG, _tokens(8)).tokens == 0
     assert pool.match(TAG, _tokens(4, start=50)).tokens == 0
+    pool.release(table.tolist())
     assert pool.num_cached == 0
+
+
+def test_a_forgotten_beginning_of_a_block_keeps_its_end_out_of_the_cache() -> None:
+    """The first unit has another home, so the chain is whole; the second one's block is still not to be trusted."""
+    pool = BlockPool(9, 4, unit=2)
+    hits = [pool.match(TAG, _tokens(4)) for _ in range(2)]
+    tables = [np.array(pool.allocate(1), np.int32) for _ in hits]
+    for hit, table in zip(hits, tables):
+        pool.register(hit.chain, _tokens(2), table)
+    pool.forget(tables[1].tolist())
+    pool.register(hits[1].chain, _tokens(4), tables[1])
+    assert _found(pool.match(TAG, _tokens(5))) == ([], int(tables[0][0]), 2, 2)
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,13 @@ class Steps:
     def launch(self) -> Plan:
         plan = self.scheduler.plan()
         assert plan is not None
+        self.adopt(plan)
+        return plan
+
+    def adopt(self, plan: Plan) -> None:
+        """Launches a plan that was made by hand."""
         self._launched.append((plan, self.executor.launch(pack(plan), plan)))
         self.scheduler.launched(plan)
-        return plan
 
     def commit(self, **changed: Any) -> list[Event]:
         plan, (token_ids, counts, alive) = self._launched.pop(0)
@@ -438,13 +442,41 @@ def test_the_youngest_is_preempted_and_gets_the_same_tokens_later() -> None:
     while steps.scheduler.has_work:
         plan, new = steps.step()
         events += new
-        admitted += [(int(a.prompt_length), len(a.token_ids)) for a in plan.admissions]
+        admitted += [(a.seed, a.prompt_length, len(a.token_ids)) for a in plan.admissions]
     assert steps.scheduler.stats().preemptions == 1
-    assert admitted == [(7, 7), (7, 7), (7, 9)]
+    assert admitted == [(0, 7, 7), (1, 7, 7), (1, 7, 9)]
     for i in range(2):
         tokens = [token for e in events if e.request_id == i for token in e.token_ids.tolist()]
         assert tokens == _tokens(i, 7, 10)
     assert [e.request_id for e in events if e.finish_reason] == [0, 1]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_nobody_overtakes_a_preempted_sequence(depth: int) -> None:
+    """A short prompt would fit the row and the blocks that are given up; it waits for the one that gave them up."""
+    steps = Steps(_scheduler(num_blocks=6, max_model_len=21, max_num_seqs=2))
+    for i in range(2):
+        steps.scheduler.submit(_request(i, 7, start=9 * i, sampling={"max_tokens": 10}))
+    steps.scheduler.submit(_request(2, 3, start=30, sampling={"max_tokens": 1}))
+    seeds = []
+    while steps.scheduler.has_work:
+        plan = steps.scheduler.plan()
+        if plan is not None:
+            seeds += [admission.seed for admission in plan.admissions]
+            steps.adopt(plan)
+        if plan is None or steps.scheduler.num_in_flight > depth:
+            steps.commit()
+    assert steps.scheduler.stats().preemptions == 1
+    assert seeds == [0, 1, 1, 2]
+
+
+def test_a_waiting_prompt_is_tried_again_when_another_one_has_computed_its_beginning() -> None:
+    """It needs 5 blocks and 4 are left; later 2 are left, but it shares 3 with the request that runs."""
+    steps = Steps(_scheduler(num_blocks=8, max_model_len=29))
+    steps.scheduler.submit(_request(0, 12, sampling={"max_tokens": 9}))
+    steps.scheduler.submit(_request(1, 17, sampling={"max_tokens": 1}))
+    plans = [steps.step()[0] for _ in range(9)]
+    assert [[a.computed for a in plan.admissions] for plan in plans if plan.admissions] == [[0], [12]]
 
 
 def test_a_preempted_sequence_keeps_the_tokens_under_way_and_waits_for_them() -> None:
