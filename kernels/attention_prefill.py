@@ -20,6 +20,8 @@ from torch import Tensor
 from funcllm.kernels.attention_decode import LOG2_E, SHARED_SM90, capped, device_size
 
 FLASH_HEAD_DIMS = (64, 96, 128)
+_TILE_BYTES = 16384  # of keys in a tile
+_SCRATCH_BYTES = 8192  # shared memory beside queries and tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +37,11 @@ class PrefillConfig:
 def choose_prefill_config(head_dim: int, element_size: int, shared: int = SHARED_SM90) -> PrefillConfig:
     """The configuration of a prefill launch for a head dim, element size and shared memory of one program."""
     row_bytes = max(16, triton.next_power_of_2(head_dim)) * element_size
-    rows = 128 if row_bytes <= 512 else 64
-    tile = 64 if row_bytes <= 256 else 32
-    in_flight = (shared - rows * row_bytes - 16384) // (2 * tile * row_bytes)
-    return PrefillConfig(rows=rows, tile=tile, num_stages=2 * max(1, min(2, in_flight)) + 1)
+    for rows, tile, depth in ((128, 64, 2), (128, 64, 1), (128, 32, 2), (128, 32, 1), (64, 32, 1), (32, 32, 1)):
+        small = rows * element_size <= 256 and tile * row_bytes <= _TILE_BYTES  # enough registers for it
+        if small and rows * row_bytes + 2 * depth * tile * row_bytes + _SCRATCH_BYTES <= shared:
+            return PrefillConfig(rows=rows, tile=tile, num_stages=2 * depth + 1)
+    return PrefillConfig(rows=16, tile=16, num_warps=4, num_stages=3)
 
 
 def prefill_attention(
@@ -154,15 +157,13 @@ def flash_prefill(
         "learnable_sink": sinks_n,
     }
     forward, writes_out = _flash_forward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if writes_out:
-            left = {"window_size_left": window - 1, "window_size_right": 0} if window > 0 else {}
-            forward(q_tnh, k_cache_pskh, v_cache_pskh, out=out_tnh, **options, **left)
-        else:
-            both = {"window_size": (window - 1, 0)} if window > 0 else {}
-            result = forward(q_tnh, k_cache_pskh, v_cache_pskh, **options, **both)
-            out_tnh.copy_(result[0] if isinstance(result, tuple) else result)
+    if writes_out:
+        left = {"window_size_left": window - 1, "window_size_right": 0} if window > 0 else {}
+        forward(q_tnh, k_cache_pskh, v_cache_pskh, out=out_tnh, **options, **left)
+    else:
+        both = {"window_size": (window - 1, 0)} if window > 0 else {}
+        result = forward(q_tnh, k_cache_pskh, v_cache_pskh, **options, **both)
+        out_tnh.copy_(result[0] if isinstance(result, tuple) else result)
     return zero_padding(out_tnh, query_starts_c1)
 
 
@@ -182,8 +183,11 @@ def zero_padding(out_tnh: Tensor, query_starts_c1: Tensor) -> Tensor:
 
 @functools.cache
 def _flash_forward() -> tuple[Any, bool]:
-    """flash-attn-4's forward function, and whether it writes into a given output."""
-    from flash_attn.cute import interface
+    """flash-attn-4's forward function, and whether it writes into a given output. Its warning on aux_data is noise."""
+    warnings.filterwarnings("ignore", message="(?s).*aux_data")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from flash_attn.cute import interface
 
     forward = getattr(interface, "_flash_attn_fwd", None)
     needed = {"cu_seqlens_q", "seqused_k", "page_table", "window_size_left", "learnable_sink", "softcap", "out"}
@@ -202,9 +206,7 @@ def flash_refusal(device: torch.device, head_dim: int, dtype: torch.dtype) -> st
     if head_dim not in FLASH_HEAD_DIMS:
         return f"flash-attn-4 is used for head dims {', '.join(map(str, FLASH_HEAD_DIMS))}, and this one is {head_dim}"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _flash_forward()
+        _flash_forward()
     except Exception as error:  # an install that is not whole fails in many ways
         return f"flash-attn-4 cannot be imported ({type(error).__name__}: {error})"
     return ""
@@ -437,15 +439,17 @@ def _zero_kernel(out_ptr, starts_ptr, num_chunks, out_stride, WIDTH: tl.constexp
 # --- for the check without a GPU -------------------------------------------------------------------------------------
 
 
-def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
-    """(name, kernel, signature, constants, options) of production launches, to be compiled for sm_90 in tests."""
+def compile_variants(
+    shared: int = SHARED_SM90,
+) -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """(name, kernel, signature, constants, options) of production launches, to be compiled in tests."""
     signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
     signature |= {"table_ptr": "*i32", "lens_ptr": "*i32", "starts_ptr": "*i32", "sinks_ptr": "*fp32"}
     signature |= {"num_tokens": "i32", "num_chunks": "i32", "scale": "fp32", "softcap": "fp32"}
     signature |= dict.fromkeys(("q_stride", "out_stride", "table_stride"), "i32")
     variants = []
     for head_dim in (64, 80, 96, 128, 256):
-        config = choose_prefill_config(head_dim, 2)
+        config = choose_prefill_config(head_dim, 2, shared)
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         for block_size in (128, 16):
             plain = prefill_constants(32, 8, head_dim, block_size, 0, 0.0, None, config)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import sys
+import types
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from funcllm.kernels import reference, tune
+from funcllm.kernels import attention_prefill, reference, tune
 from funcllm.kernels.attention_decode import DecodeConfig, choose_config, choose_splits, decode_attention
 from funcllm.kernels.attention_prefill import (
     PrefillConfig,
@@ -119,6 +120,82 @@ def test_prefill_equals_reference(heads, config):
     assert (out[int(starts[-1]) :] == 0).all()
 
 
+def flash_interface(with_out):
+    """Stands in for flash_attn.cute.interface: the arguments of its functions that are used, computed by reference."""
+
+    def attended(q, k, v, cu_seqlens_q, seqused_k, page_table, softmax_scale, window, softcap, learnable_sink):
+        sinks = () if learnable_sink is None else learnable_sink
+        out = reference.attend(
+            q,
+            k,
+            v,
+            (),
+            (page_table, seqused_k, cu_seqlens_q, cu_seqlens_q),
+            scale=softmax_scale,
+            window=window,
+            softcap=softcap,
+            sinks_n=sinks,
+        )
+        out[int(cu_seqlens_q[-1]) :] = float("nan")
+        return out
+
+    def _flash_attn_fwd(
+        q,
+        k,
+        v,
+        *,
+        cu_seqlens_q,
+        seqused_k,
+        max_seqlen_q,
+        page_table,
+        softmax_scale,
+        causal,
+        softcap,
+        window_size_left=None,
+        window_size_right=None,
+        learnable_sink=None,
+        out=None,
+    ):
+        assert causal
+        assert max_seqlen_q == 40
+        assert window_size_right in (None, 0)
+        window = 0 if window_size_left is None else window_size_left + 1
+        out.copy_(
+            attended(q, k, v, cu_seqlens_q, seqused_k, page_table, softmax_scale, window, softcap, learnable_sink)
+        )
+
+    def flash_attn_varlen_func(q, k, v, *, window_size=(None, None), causal, max_seqlen_q, **options):
+        assert causal
+        assert max_seqlen_q == 40
+        window = 0 if window_size[0] is None else window_size[0] + 1
+        return attended(q, k, v, window=window, **options), None
+
+    interface = types.ModuleType("interface")
+    interface.flash_attn_varlen_func = flash_attn_varlen_func
+    if with_out:
+        interface._flash_attn_fwd = _flash_attn_fwd
+    return interface
+
+
+@pytest.mark.parametrize("with_out", [True, False])
+@pytest.mark.parametrize("heads", [Heads(), Heads(window=20, sinks=True, softcap=2.0)], ids=["plain", "options"])
+def test_flash_prefill_passes_its_arguments_on(heads, with_out, monkeypatch):
+    package = types.ModuleType("flash_attn.cute")
+    package.interface = flash_interface(with_out)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
+    attention_prefill._flash_forward.cache_clear()
+    k_cache, v_cache, table, kv_lens = paged(heads, (5, 70, 0, 33))
+    starts, span = chunk_rows((5, 40, 0, 33))
+    q, options = heads.queries(int(starts[-1]) + 7, "cpu"), heads.options("cpu")
+    out = torch.full(q.shape, float("nan"))
+    caches = (q, k_cache, v_cache, table, kv_lens, starts)
+    attention_prefill.flash_prefill(*caches, span.shape[0], out, **sinks_or_none(options))
+    attention_prefill._flash_forward.cache_clear()
+    assert_close(out, reference.attend(q, k_cache, v_cache, (), (table, kv_lens, starts, span), **options))
+    assert (out[int(starts[-1]) :] == 0).all()
+
+
 def test_padding_behind_the_chunks_is_zeroed():
     starts, _ = chunk_rows((2, 3))
     out = torch.full((8, 2, 16), float("nan"))
@@ -165,7 +242,8 @@ def test_less_shared_memory_gives_a_shallower_pipeline():
     depths = [choose_config(8, 8, 128, 4096, 2, 132, shared).num_stages for shared in (232448, 166912, 101376)]
     assert depths == [7, 5, 3]
     assert choose_prefill_config(128, 2, 101376).num_stages <= choose_prefill_config(128, 2).num_stages
-    assert replace(choose_prefill_config(256, 2)).tile == 32
+    assert choose_prefill_config(256, 2).tile == 32
+    assert choose_prefill_config(256, 4).rows == 16
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])

@@ -180,6 +180,34 @@ def test_the_bundle_of_a_cpu_says_what_it_uses():
     assert hash(kernels) == hash(fast_kernels(torch.device("cpu"), 64, torch.float32, 16))
 
 
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "dtype", "reason"),
+    [
+        ((8, 0), 128, torch.bfloat16, "this GPU is sm_80"),
+        ((9, 0), 128, torch.float32, "torch.float32"),
+        ((9, 0), 80, torch.bfloat16, "this one is 80"),
+        ((9, 0), 128, torch.bfloat16, "cannot be imported"),
+    ],
+)
+def test_the_bundle_of_a_gpu_says_why_it_does_without_flash_attention(capability, head_dim, dtype, reason, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    kernels = fast_kernels(torch.device("cuda"), head_dim, dtype, 128)
+    assert kernels.attend is FAST.attend
+    assert kernels.prefill == ops.TRITON
+    assert reason in kernels.why[-1]
+
+
+def test_the_bundle_of_a_hopper_gpu_takes_flash_attention(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("funcllm.kernels.attention_prefill._flash_forward", lambda: None)
+    kernels = fast_kernels(torch.device("cuda"), 128, torch.bfloat16, 128)
+    assert kernels.attend is fast.attend_flash
+    assert kernels.prefill == ops.FLASH
+
+
 def test_a_block_size_that_cuda_cannot_take_is_refused():
     with pytest.raises(ValueError, match=r"block_size=24 is not a power of two >= 16"):
         fast_kernels(torch.device("cuda"), 64, torch.float32, 24)

@@ -13,6 +13,7 @@ from tests.attention_cases import Heads, assert_close, chunk_rows, paged
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:(?s).*aux_data"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 

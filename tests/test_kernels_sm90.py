@@ -20,9 +20,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SHARED_LIMIT = 232448
+SHARED_SM89 = 101376
 MODULES = ("attention_decode", "attention_prefill", "kv")
 HOPPER_MMA = {"attention_prefill"}
-
 
 pytestmark = pytest.mark.slow
 
@@ -30,13 +30,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module", params=MODULES)
 def kernel_variants(request: pytest.FixtureRequest) -> tuple[str, dict[str, dict[str, int]]]:
     """A kernel module's name, and by variant: registers, stack, local, shared memory, wgmma and mma instructions."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, __file__, request.param]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return request.param, json.loads(result.stdout)
+    return request.param, compile_module(request.param)
 
 
 def test_variants_fit_sm90(kernel_variants: tuple[str, dict[str, dict[str, int]]]) -> None:
@@ -66,8 +60,31 @@ def test_decode_keeps_two_programs_on_a_multiprocessor_and_uses_tensor_cores(
         assert use["cp_async"] >= 32, name
 
 
-def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, int]) -> Any:
-    """A kernel compiled for sm_90, pointers and strides divisible by 16 as the launcher finds them."""
+@pytest.mark.parametrize("module", ["attention_decode", "attention_prefill"])
+def test_attention_fits_the_smallest_gpus(module: str) -> None:
+    variants = compile_module(module, capability=89, shared=SHARED_SM89, names="(decode|prefill)-.*-16$")
+    assert len(variants) == 5
+    for name, use in variants.items():
+        assert 0 < use["shared"] <= SHARED_SM89, name
+        assert use["stack"] == use["local"] == 0, name
+        assert use["mma"] > 0, name
+
+
+def compile_module(module: str, **options: Any) -> dict[str, dict[str, int]]:
+    """What each variant of a kernel module takes, compiled in a process that does not interpret."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, __file__, module, json.dumps(options)]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout)
+
+
+def compiled(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, int], *, capability: int
+) -> Any:
+    """A compiled kernel, pointers and strides divisible by 16 as the launcher finds them."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -80,7 +97,7 @@ def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any], 
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def usage(kernel: Any) -> dict[str, int]:
@@ -106,11 +123,13 @@ def usage(kernel: Any) -> dict[str, int]:
     }
 
 
-def main(module_name: str) -> None:
-    """Prints what each variant of a kernel module takes, as JSON."""
+def main(module_name: str, *, capability: int = 90, shared: int | None = None, names: str = "") -> None:
+    """Prints what each variant of a kernel module takes, as JSON; `names` is searched for in the variants' names."""
     module = importlib.import_module(f"funcllm.kernels.{module_name}")
-    print(json.dumps({name: usage(compiled(*rest)) for name, *rest in module.compile_variants()}))
+    variants = module.compile_variants() if shared is None else module.compile_variants(shared)
+    found = [variant for variant in variants if re.search(names, variant[0])]
+    print(json.dumps({name: usage(compiled(*rest, capability=capability)) for name, *rest in found}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], **json.loads(sys.argv[2]))
