@@ -20,6 +20,8 @@ from funcllm.launch.channel import Channel
 
 JOIN_TIMEOUT = 120.0  # seconds in which all ranks, once alive, must meet in the process group
 
+_LOOPBACK = "127.0.0.1"
+
 _joining = threading.Lock()
 
 
@@ -128,9 +130,18 @@ def torchrun_store(place: Place) -> dist.Store:
 
 
 def own_store(size: int, port: int = 0) -> dist.TCPStore:
-    """The store of an engine on one host. Rank 0 binds it, to a port that is free (0); the others give that port."""
+    """The store of an engine on one host. Rank 0 binds it, to a port that is free (0); the others give that port.
+
+    It listens on the loopback interface only.
+    """
     timeout = timedelta(seconds=JOIN_TIMEOUT)
-    return dist.TCPStore("127.0.0.1", port, size, is_master=port == 0, timeout=timeout, wait_for_workers=False)
+    if port:
+        return dist.TCPStore(_LOOPBACK, port, size, is_master=False, timeout=timeout)
+    listener = socket.create_server((_LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        _LOOPBACK, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def reach_rank_0(store: dist.Store, rank: int) -> Channel:

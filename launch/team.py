@@ -66,6 +66,7 @@ class Team:
         self._changed = threading.Condition()
         self._noticed = threading.Event()
         self._closing = False
+        self._owner = os.getpid()
         self._monitor: threading.Thread | None = None
         self._wake_read, self._wake_write = socket.socketpair()
         self._hears_signals = False
@@ -142,13 +143,15 @@ class Team:
 
     def shut(self, runtime: Closable | None, grace: float) -> None:
         """Ends the workers, in order while all is well, and frees what this process holds."""
+        if os.getpid() != self._owner:  # a process that the owner forked ends, the ranks go on
+            return
         with self._changed:
             if self._closing:
                 return
             self._closing = True
         self._noticed.set()
         self._wake()
-        if self._monitor is not None:
+        if self._monitor not in (None, threading.current_thread()):
             self._monitor.join(2.0)
         well = self.failure is None
         for worker in self.workers:
