@@ -131,7 +131,7 @@ class OracleExecutor:
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._max_tokens = max_tokens
-        self._rows: list[Row | None] = [None] * num_rows
+        self.rows: list[Row | None] = [None] * num_rows
         self._kv: dict[Slot, Prefix] = {}
         self._prefixes = Prefixes()
 
@@ -172,9 +172,9 @@ class OracleExecutor:
         size = len(extras) // len(table) if len(table) else 0
         for i, fields in enumerate(table.tolist()):
             row, count = fields[admission_column("row")], fields[admission_column("num_tokens")]
-            assert 0 < row < len(self._rows), f"admission to row {row}"
+            assert 0 < row < len(self.rows), f"admission to row {row}"
             stop_ids = fields[admission_column("stop_ids") :]
-            self._rows[row] = Row(
+            self.rows[row] = Row(
                 tokens=tokens[:count],
                 computed=fields[admission_column("computed")],
                 limit=fields[admission_column("limit")],
@@ -188,7 +188,7 @@ class OracleExecutor:
 
     def _append(self, packed: PackedPlan) -> None:
         for row, index, block in packed.part("appends").tolist():
-            state = self._rows[row]
+            state = self.rows[row]
             assert state is not None, f"a block for row {row}, which nobody has"
             assert 0 < block < self._num_blocks, f"block {block} is handed out"
             assert index == len(state.table), f"row {row} gets block {index} and has {len(state.table)}"
@@ -202,7 +202,7 @@ class OracleExecutor:
         written: set[Slot] = set()
         alive = []
         for place, (row, length) in enumerate(zip(rows, lens)):
-            state = self._rows[row]
+            state = self.rows[row]
             assert row == 0 or state is not None, f"row {row} was never admitted"
             if state is None or not state.alive:
                 self.num_dead += row > 0
@@ -377,9 +377,11 @@ def make_executor(workload: Workload) -> OracleExecutor:
     return OracleExecutor(rows, workload.block_size, workload.num_blocks, tokens, nan=workload.nan)
 
 
-def drive(workload: Workload, depth: int) -> tuple[dict[int, Result], Scheduler, OracleExecutor]:
+def drive(
+    workload: Workload, depth: int, executor: OracleExecutor | None = None
+) -> tuple[dict[int, Result], Scheduler, OracleExecutor]:
     """Runs a workload with outputs read `depth` steps late; a failed launch is planned again. Checks as it goes."""
-    scheduler, executor = make_scheduler(workload), make_executor(workload)
+    scheduler, executor = make_scheduler(workload), executor or make_executor(workload)
     launched: deque[tuple[Plan, Any]] = deque()
     results: dict[int, Result] = {}
     last_arrival = max(job.arrives for job in workload.jobs)
