@@ -23,7 +23,7 @@ SHARED_LEAST = 101376  # on any GPU from sm_80
 _MAX_SPLITS = 128
 _PROGRAMS_PER_SM = 2
 _TILE_BYTES = 16384  # of keys in a tile
-_MIN_KEYS = 512  # of a split, where there are many rows
+_MIN_KEYS = 1024  # of a split, where there are many rows: shorter ones are not worth their partial results
 _SCRATCH_BYTES = 12288  # shared memory beside the tiles
 
 

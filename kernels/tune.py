@@ -161,7 +161,7 @@ def tune_decode(shape: Shape, chosen_only: bool = False) -> list[Result]:
     counts = sorted({1, 2, 3, 4, 6, 8, 12, 16, near} if near <= 4 else {near * i // 8 for i in (2, 4, 6, 7, 8, 12, 16)})
     splits = [
         replace(r.config, splits=count, min_tiles=least, pdl=pdl)
-        for r, count, least, pdl in itertools.product(best, counts, (1, 4, 8), (False, True))
+        for r, count, least, pdl in itertools.product(best, counts, (1, 4, 8, 16), (False, True))
         if count > 1 or (least == 1 and not pdl)
     ]
     return [*results, *timed(shape, case, splits, decode_call, shape.kv_bytes / 1e6)]
