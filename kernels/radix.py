@@ -15,7 +15,6 @@ from funcllm.kernels.reference import ordered_bits
 
 DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of the passes
 MASS_BITS = 40  # the most probable id has mass 2^40: 2^22 columns fit into int64
-MANTISSA_BITS = 23
 LOG2_E = 1.4426950408889634
 EXP2_COEFFICIENTS = (  # 2^f on [0, 1), relative error 2e-9 before rounding; fitted by weighted least squares
     2.1702255e-4,
@@ -48,19 +47,26 @@ def histogram(
 ) -> Tensor:
     """What each value of digit `index` holds, int64 [l, 2^bits]: how many columns, or their mass at or above the floor.
 
-    Only columns whose higher digits equal the prefix take part.
+    Only columns whose higher digits equal the prefix take part: a range of codes. After the first pass these are few,
+    so they are gathered. (Their number is read on the host: this runs inside an op, on CPU.)
     """
     shift, bits = DIGITS[index]
     logits_lv = logits_lv[:, :num_ids]
-    code_lv = code_of(logits_lv)
-    part_lv = (code_lv >> (shift + bits)) == prefix_l[:, None]
-    amount_lv = torch.ones_like(code_lv)
+    low_l = torch.where(prefix_l < 0, 1, prefix_l << (shift + bits))
+    high_l = torch.where(prefix_l < 0, 0, low_l + (1 << (shift + bits)) - 1)
     if by_mass:
-        part_lv = part_lv & (code_lv >= floor_l[:, None])
-        amount_lv = masses(logits_lv, largest_l, heat_l)
-    digit_lv = (code_lv >> shift) & ((1 << bits) - 1)
-    histogram_lx = code_lv.new_zeros((code_lv.shape[0], 1 << bits))
-    return histogram_lx.scatter_add(1, digit_lv, torch.where(part_lv, amount_lv, 0))
+        low_l = torch.maximum(low_l, floor_l)
+    low_l, high_l = ((x - (1 << 31)).to(torch.int32) for x in (low_l, high_l))
+    ordered_lv = ordered_bits(logits_lv)
+    part_lv = (ordered_lv >= low_l[:, None]) & (ordered_lv <= high_l[:, None])
+    row_i, column_i = part_lv.nonzero(as_tuple=True)
+    logit_i = logits_lv[row_i, column_i]
+    digit_i = (code_of(logit_i) >> shift) & ((1 << bits) - 1)
+    amount_i = torch.ones_like(digit_i)
+    if by_mass:
+        amount_i = masses(logit_i, largest_l[row_i], heat_l[row_i])
+    histogram_x = digit_i.new_zeros(logits_lv.shape[0] << bits)
+    return histogram_x.index_add(0, (row_i << bits) + digit_i, amount_i).unflatten(0, (logits_lv.shape[0], 1 << bits))
 
 
 def select(histogram_lx: Tensor, missing_l: Tensor, prefix_l: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,19 +91,18 @@ def logit_of(code: Tensor) -> Tensor:
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
-def masses(logits_lv: Tensor, largest_l: Tensor, heat_l: Tensor) -> Tensor:
-    """exp((logit - largest) / temperature) as int64 multiples of 2^-40.
+def masses(logits: Tensor, largest: Tensor, heat: Tensor) -> Tensor:
+    """exp((logit - largest) / heat) as int64 multiples of 2^-40, elementwise.
 
     Made of additions, products and shifts only, whose results are the same in every position of a tensor; library
     exponentials may differ by a bit between the body of a vector loop and its end.
     """
-    octaves_lv = (logits_lv - largest_l[:, None]) * (LOG2_E / heat_l)[:, None]
-    octaves_lv = torch.where(logits_lv == largest_l[:, None], 0.0, octaves_lv)
-    octaves_lv = torch.nan_to_num(octaves_lv, nan=-64.0).clamp(min=-64.0, max=0.0)
-    whole_lv = octaves_lv.floor()
-    fraction_lv = octaves_lv - whole_lv
-    power_lv = torch.full_like(fraction_lv, EXP2_COEFFICIENTS[0])
+    octaves = torch.where(logits == largest, 0.0, (logits - largest) * (LOG2_E / heat))
+    octaves = torch.nan_to_num(octaves, nan=-64.0).clamp(min=-64.0, max=0.0)
+    whole = octaves.floor()
+    fraction = octaves - whole
+    power = torch.full_like(fraction, EXP2_COEFFICIENTS[0])
     for coefficient in EXP2_COEFFICIENTS[1:]:
-        power_lv = power_lv * fraction_lv + coefficient
-    mantissa_lv = (power_lv * float(1 << MANTISSA_BITS)).long()
-    return (mantissa_lv << (MASS_BITS - MANTISSA_BITS)) >> (-whole_lv).long().clamp(max=63)
+        power = power * fraction + coefficient
+    mantissa = (power * float(1 << MASS_BITS)).long()
+    return mantissa >> (-whole).long().clamp(max=63)

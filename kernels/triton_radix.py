@@ -21,8 +21,7 @@ _OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 _LOG2_E = tl.constexpr(radix.LOG2_E)
 _C0, _C1, _C2, _C3, _C4, _C5, _C6 = (tl.constexpr(c) for c in radix.EXP2_COEFFICIENTS)
-_MANTISSA_BITS = tl.constexpr(radix.MANTISSA_BITS)
-_MASS_BITS = tl.constexpr(radix.MASS_BITS)
+_MASS_ONE = tl.constexpr(float(1 << radix.MASS_BITS))
 
 
 def largest(logits_lv: Tensor, num_ids: int) -> Tensor:
@@ -123,8 +122,8 @@ def _mass(x_v, largest, octave):
     power_v = power_v * fraction_v + _C4
     power_v = power_v * fraction_v + _C5
     power_v = power_v * fraction_v + _C6
-    mantissa_v = (power_v * 8388608.0).to(tl.int64)
-    return (mantissa_v << (_MASS_BITS - _MANTISSA_BITS)) >> tl.minimum((-whole_v).to(tl.int64), 63)
+    mantissa_v = (power_v * _MASS_ONE).to(tl.int64)
+    return mantissa_v >> tl.minimum((-whole_v).to(tl.int64), 63)
 
 
 @triton.jit
