@@ -278,6 +278,12 @@ def test_the_best_step_is_kept_when_training_goes_astray() -> None:
     assert found == pytest.approx(trained.bits_per_character, rel=1e-5)
 
 
+def test_a_training_that_diverges_at_once_is_an_error() -> None:
+    config, params, corpus, recipe = micro(steps=2, every=1, rate=float("inf"), warmup=0)
+    with pytest.raises(ValueError, match="never finite with rate=inf; use a smaller --rate"):
+        train(params, corpus, config, recipe)
+
+
 def test_minutes_end_the_training() -> None:
     config, params, corpus, recipe = micro(steps=10**9, minutes=0.02, every=10**6)
     trained = train(params, corpus, config, recipe)

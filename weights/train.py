@@ -275,6 +275,7 @@ def train(
     """The parameters with the lowest loss on the held-out text.
 
     Runs on the device of `params`; batches are drawn there, and the host waits for it at every 50th step only.
+    Raises ValueError for a text that is too short, and when the loss was never finite.
     report: told a line at every look at the held-out text; progress: told (step, loss).
     """
     _check(corpus, recipe)
@@ -293,10 +294,10 @@ def train(
     run = traced(one_step, (state, draw(training_ids, recipe, generator), rate), report)
     with torch.no_grad():
         while done < 1.0:
-            rate = rate.new_tensor(0.0).fill_(rate_at(done, step, recipe))
+            rate = torch.full((), rate_at(done, step, recipe), device=device)
             state, loss_now = run(state, draw(training_ids, recipe, generator), rate)
             step += 1
-            if step % 50 == 0 or recipe.every < 50:
+            if step % min(50, recipe.every) == 0:
                 loss = loss_now.item()
             progress(step, loss)
             done = _done(step, time.monotonic() - begun, recipe)
@@ -309,6 +310,8 @@ def train(
                 )
                 if bits < best[0]:
                     best, best_step = (bits, state.average), step
+    if best_step == 0:
+        raise ValueError(f"the held-out loss was never finite with rate={recipe.rate:g}; use a smaller --rate")
     return Trained(
         params=best[1],
         bits_per_character=best[0],
