@@ -75,15 +75,17 @@ def process_group(handle: dist.ProcessGroup | None = None) -> Group:
     handle = handle if handle is not None else dist.group.WORLD
     if handle is None:
         raise ValueError("torch.distributed is not initialised; call init_process_group first or use SINGLE")
-    size = dist.get_world_size(handle)
-    return Group(dist.get_rank(handle), size, _ProcessHandle(handle.group_name, size)) if size > 1 else SINGLE
+    if handle.size() == 1:
+        return SINGLE
+    return Group(handle.rank(), handle.size(), _ProcessHandle(handle.group_name, handle.size()))
 
 
 def run_threads(fn: Callable[[Group], Result], size: int) -> list[Result]:
     """fn(group) on `size` ranks that are threads of this process; the results by rank, or the first rank's error.
 
     For tests and `check_layer`: real collectives without processes. Raises RuntimeError where a rank returns while
-    another waits in a collective, which between processes would wait for ever.
+    another waits in a collective, which between processes would wait for ever. Not for forward-mode derivatives
+    (torch.func.jvp), whose levels belong to the process: take those between processes.
     """
     exchange = _Exchange(size)
     results: list[Any] = [None] * size
