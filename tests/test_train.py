@@ -11,9 +11,10 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
+from tokenizers import Tokenizer
 from torch.utils import _pytree as pytree
 
-from funcllm.config import ModelConfig
+from funcllm.config import ModelConfig, legal_tp_sizes
 from funcllm.qwen3 import logits, param_specs
 from funcllm.record import Layers
 from funcllm.specs import init_params, named
@@ -284,6 +285,23 @@ def test_a_training_that_diverges_at_once_is_an_error() -> None:
         train(params, corpus, config, recipe)
 
 
+@pytest.mark.gpu
+def test_a_gpu_trains_to_the_same_losses() -> None:
+    config, params, corpus, recipe = micro()
+    on_gpu = pytree.tree_map(lambda param: param.cuda(), params)
+    run_gpu = functools.partial(train_step, config=config, layers=Layers(), recipe=recipe)
+    generator, reports = torch.Generator().manual_seed(0), []  # type: ignore[var-annotated]
+    ids_bt = draw(corpus.training_ids, recipe, generator)
+    traced_gpu = traced(run_gpu, (start(on_gpu), ids_bt.cuda(), torch.zeros((), device="cuda")), reports.append)
+    ours, theirs = start(on_gpu), start(params)
+    for _ in range(4):
+        ids_bt = draw(corpus.training_ids, recipe, generator)
+        ours, loss = traced_gpu(ours, ids_bt.cuda(), torch.full((), 0.01, device="cuda"))
+        theirs, expected = run_gpu(theirs, ids_bt, torch.tensor(0.01))
+        assert float(loss) == pytest.approx(float(expected), rel=1e-3)
+    assert reports == []
+
+
 def test_minutes_end_the_training() -> None:
     config, params, corpus, recipe = micro(steps=10**9, minutes=0.02, every=10**6)
     trained = train(params, corpus, config, recipe)
@@ -316,3 +334,28 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, text: str, option
     result = CliRunner().invoke(main, [*command, *options])
     assert result.exit_code == 2
     assert message in result.output
+
+
+# --- the bundled checkpoint ------------------------------------------------------------------------------------------
+
+
+def test_the_demo_is_small_shards_to_four_ranks_and_names_its_source() -> None:
+    demo = Path(__file__).parent.parent / "weights" / "demo"
+    assert sum(file.stat().st_size for file in demo.iterdir()) <= 12_000_000
+    config = ModelConfig.from_pretrained(demo)
+    assert legal_tp_sizes(config) == (1, 2, 4)
+    assert (config.max_position_embeddings, config.head_dim, config.dtype) == (1024, 64, torch.bfloat16)
+    assert "public domain" in (demo / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_demo_knows_english_words() -> None:
+    demo = Path(__file__).parent.parent / "weights" / "demo"
+    config = ModelConfig.from_pretrained(demo)
+    params = load_params(demo, param_specs(config), dtype=torch.float32)
+    encode = Tokenizer.from_file(str(demo / "tokenizer.json")).encode
+    text = "Once upon a time there was a king who had a daughter, and she was the most beautiful of all."
+    ids_bt = torch.tensor([encode(text).ids])
+    shuffled_bt = ids_bt[:, torch.randperm(ids_bt.shape[1], generator=torch.Generator().manual_seed(0))]
+    loss, worse = (float(next_token_loss(params, ids, config=config)) for ids in (ids_bt, shuffled_bt))
+    assert loss < 0.9 * worse
+    assert loss < 5.5
