@@ -54,7 +54,7 @@ class Command(click.Command):
         try:
             with _readable_warnings():
                 return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except Exception as error:
             if ctx.params.get("debug"):

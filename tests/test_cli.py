@@ -608,31 +608,74 @@ def test_a_chat_without_a_tokenizer_is_refused(byte_folder, tmp_path):
 # --- interrupts ------------------------------------------------------------------------------------------------------
 
 
+def start(*args):
+    command = [sys.executable, "-m", "funcllm.launch.cli", *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+
+
+def wait_for(process, beginning):
+    """Reads stderr up to a line with this beginning."""
+    line = next(line for line in process.stderr if line.startswith(beginning))
+    return line
+
+
+def children_of(process):
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_at_once_and_keeps_what_is_finished(byte_folder, tmp_path):
     prompts, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
     long = {"prompt": "b", "sampling": {"max_tokens": 500, "ignore_eos": True, "seed": 0}}
     short = {"prompt": "a", "sampling": {"max_tokens": 1}}
     prompts.write_text("\n".join(map(json.dumps, [short, *[long] * 40])))
-    command = ["generate", "--model", byte_folder, "--prompts-file", prompts, "--output", out, "--device", "cpu"]
-    command += ["--max-num-seqs", 2, "--kv-blocks", 80]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "funcllm.launch.cli", *map(str, command)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ,
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("sampling:"):
-            break
+    flags = ["--prompts-file", prompts, "--output", out, "--device", "cpu", "--max-num-seqs", 2, "--kv-blocks", 80]
+    process = start("generate", "--model", byte_folder, *flags)
+    wait_for(process, "sampling:")
     time.sleep(2)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=10)
+    _, stderr = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "Traceback" not in stderr
     rows = rows_of(out)
-    assert rows[0]["index"] == 0
-    assert len(rows[0]["token_ids"]) == 1
+    assert (rows[0]["index"], len(rows[0]["token_ids"])) == (0, 1)
     assert len(rows) < 41
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_chat(byte_folder):
+    process = start("chat", "--model", byte_folder, "--device", "cpu", "--kv-blocks", 64)
+    wait_for(process, "sampling:")
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=20)
+    assert (process.returncode, stdout) == (130, "")
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_command_with_one_line(byte_folder):
+    flags = ["--prompt", "b", "--ignore-eos", "--max-tokens", 500, "--device", "cpu", "--kv-blocks", 64, "--tp", 2]
+    process = start("generate", "--model", byte_folder, *flags)
+    wait_for(process, "sampling:")
+    process.stdout.read(1)
+    (worker,) = children_of(process)
+    os.kill(worker, signal.SIGKILL)
+    killed = time.monotonic()
+    _, stderr = process.communicate(timeout=30)
+    assert time.monotonic() - killed < 15  # 5 on an idle machine
+    assert process.returncode == 1
+    assert "rank 1 was killed by SIGKILL" in stderr.splitlines()[-1]
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_is_no_traceback(byte_folder):
+    flags = ["--prompt", "b", "--ignore-eos", "--max-tokens", 400, "--device", "cpu", "--kv-blocks", 64]
+    process = start("generate", "--model", byte_folder, *flags)
+    process.stdout.read(1)
+    process.stdout.close()
+    stderr = process.stderr.read()
+    assert process.wait(20) == 1
+    assert "Traceback" not in stderr
+    assert "error" not in stderr
