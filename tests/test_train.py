@@ -6,6 +6,7 @@ import functools
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from funcllm.weights.load import load_params
 from funcllm.weights.train import (
     END_OF_TEXT,
     END_OF_TURN,
+    Corpus,
     Recipe,
     adamw,
     bits_per_character,
@@ -63,11 +65,11 @@ def tales(num_documents: int = 4, paragraphs: int = 60, seed: int = 0) -> str:
     return "\n\n\n".join("\n\n".join(paragraph() for _ in range(paragraphs)) for _ in range(num_documents))
 
 
-def micro(context: int = 32, **recipe: object) -> tuple[ModelConfig, object, object, Recipe]:
+def micro(context: int = 32, **recipe: Any) -> tuple[ModelConfig, Any, Corpus, Recipe]:
     tokenizer, corpus = read_corpus(tales(), 300)
     config = model_config(tokenizer, context=context, **SHAPE)
     values = {"steps": 8, "batch": 2, "context": context, "dropout": 0.0, "warmup": 2, "every": 4, **recipe}
-    return config, initial_params(config, 0, "cpu"), corpus, Recipe(**values)  # type: ignore[arg-type]
+    return config, initial_params(config, 0, "cpu"), corpus, Recipe(**values)
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
@@ -169,8 +171,8 @@ def test_clipping_scales_all_gradients_by_their_common_norm() -> None:
 def test_a_traced_step_gives_the_values_of_the_step() -> None:
     config, params, corpus, recipe = micro()
 
-    def one_step(state: object, ids_bt: torch.Tensor, rate: torch.Tensor) -> object:
-        return train_step(state, ids_bt, rate, config=config, layers=Layers(), recipe=recipe)  # type: ignore[arg-type]
+    def one_step(state: Any, ids_bt: torch.Tensor, rate: torch.Tensor) -> Any:
+        return train_step(state, ids_bt, rate, config=config, layers=Layers(), recipe=recipe)
 
     generator = torch.Generator().manual_seed(3)
     batches = [draw(corpus.training_ids, recipe, generator) for _ in range(4)]
@@ -200,7 +202,7 @@ def test_dropout_draws_anew_in_every_step_and_keeps_the_mean() -> None:
     assert with_dropout(Layers(), 0.0) == Layers()
     torch.manual_seed(0)
 
-    def loss(params: object, ids_bt: torch.Tensor) -> torch.Tensor:
+    def loss(params: Any, ids_bt: torch.Tensor) -> torch.Tensor:
         return next_token_loss(params, ids_bt, config=config, layers=layers)
 
     ids_bt = draw(corpus.training_ids, recipe, torch.Generator().manual_seed(0))
@@ -245,7 +247,7 @@ def test_a_micro_model_learns_the_rules_and_its_folder_is_read_by_transformers(t
     theirs_tv = theirs(torch.tensor([ids])).logits[0]
     ours_tv = logits(params, torch.tensor(ids), config=config)
     assert (ours_tv - theirs_tv).abs().max() < 1e-5 * theirs_tv.abs().max()
-    likely = tokenizer.decode([int(ours_tv[-1].argmax())]).strip()
+    likely = str(tokenizer.decode([int(ours_tv[-1].argmax())])).strip()
     assert likely
     assert any(place.startswith(likely) for place in PLACES)
     messages = [{"role": "user", "content": "Hi"}]
