@@ -26,7 +26,7 @@ import torch
 import funcllm
 from funcllm.config import ModelConfig, qwen3_config
 from funcllm.group import Group
-from funcllm.launch.inspect_model import kv_bytes_per_token
+from funcllm.launch.inspect_model import device_named, kv_bytes_per_token
 from funcllm.launch.options import build_layers
 from funcllm.launch.request import SamplingParams
 from funcllm.qwen3 import qwen3
@@ -295,7 +295,7 @@ def _run_works(
     """Runs what needs an engine; what there is to say about the engine."""
     from funcllm.launch.engine import Engine
 
-    device = _device(options.engine.get("device"))
+    device = device_named(options.engine.get("device"))
     limits = measure_limits(device, _dtype_of(options, device), bandwidth=options.bandwidth, flops=options.flops)
     with Engine(**_engine_arguments(options, config, works)) as engine:
         costs = costs_of(config, engine.layers, options.engine.get("tp", 1), engine.options.dtype)
@@ -563,10 +563,6 @@ def _check_writable(options: BenchOptions) -> None:
         raise ValueError(f"--json {options.json_file}: there is no such folder; make it first")
     if options.profile and Path(options.profile).is_file():
         raise ValueError(f"--profile {options.profile} is a file; name a folder")
-
-
-def _device(device: str | None) -> torch.device:
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _dtype_of(options: BenchOptions, device: torch.device) -> torch.dtype:

@@ -61,8 +61,7 @@ def inspect_model(
         raise ValueError(f"rank {rank} is not among the ranks 0 to {tp - 1} of tp={tp}; use a smaller --rank")
     chosen = parse_dtype(dtype) or config.dtype or torch.bfloat16
     models = [qwen3(config, layers, Group(r, tp)) for r in range(tp)]
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    kernels = fast_kernels(where, config.head_dim, chosen, 128)
+    kernels = fast_kernels(device_named(device), config.head_dim, chosen, 128)
     rows = [row for spec in spec_leaves(models[rank].specs) for row in _parameter_rows(spec, Group(rank, tp), chosen)]
     whole = [part for spec in spec_leaves(qwen3(config, layers).specs) for part in spec.parts]
     return {
@@ -80,6 +79,18 @@ def inspect_model(
         "kernels": {"prefill": kernels.prefill, "decode": kernels.decode, "why": list(kernels.why)},
         "fusion": fused_blocks(models[rank], kernels),
     }
+
+
+def device_named(name: str | None) -> torch.device:
+    """The device of a name, by default a GPU where there is one. Raises ValueError for what is not there."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device={name!r} must be cpu or cuda")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={name!r}, and torch sees {torch.cuda.device_count()} GPUs; use cpu or another number")
+    return device
 
 
 def kv_bytes_per_token(model: Model, dtype: torch.dtype) -> int:

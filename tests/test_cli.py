@@ -116,6 +116,8 @@ BAD = {
     "layer range": (["inspect", "--size", "tiny", "--layer", "mlp@5-3=json:dumps"], "runs backwards; write 3-5"),
     "tp": (["inspect", "--size", "tiny", "--tp", "3"], "use tp 1, 2 or 4"),
     "rank": (["inspect", "--size", "tiny", "--tp", "2", "--rank", "2"], "not among the ranks 0 to 1"),
+    "device": (["inspect", "--size", "tiny", "--device", "gpu"], "device='gpu' must be cpu or cuda"),
+    "no such GPU": (["bench", "--size", "tiny", "--device", "cuda:99"], "use cpu or another number"),
     "size": (["inspect", "--size", "9b"], "unknown size '9b'; use one of tiny, 0.6b"),
     "size and model": (["inspect", "--size", "8b", "--model", "x"], "two ways to name a model"),
     "random size": (["random-model", "--size", "7b", "x"], "'7b' is not one of 'tiny'"),
