@@ -263,7 +263,7 @@ def logits(
 @functools.lru_cache(maxsize=64)
 def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     """The rotary frequencies [h / 2] in fp32, with the attention factor behind them: [h / 2 + 1]."""
-    with torch.inference_mode(False), torch.no_grad():
+    with torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
         frequencies, attention_factor = inverse_frequencies(config)
         return torch.cat([frequencies.float(), torch.tensor([attention_factor])]).to(device)
 
@@ -407,8 +407,8 @@ def whole_inputs(token_ids_t: Tensor, layers: Layers, extras: dict[str, Any]) ->
         raise ValueError(f"no extra is called {', '.join(sorted(unknown))}; declare it with Layers().extra(name, ...)")
     index_t = torch.arange(num_tokens, device=device)
 
-    def ints(*values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
+    def one(value: int) -> Tensor:
+        return torch.full((1,), value, dtype=torch.int32, device=device)
 
     def both_rows(name: str, shape: tuple[int, ...], dtype: torch.dtype, default: Any) -> Tensor:
         trash = torch.as_tensor(default, dtype=dtype, device=device).expand(shape)
@@ -420,16 +420,16 @@ def whole_inputs(token_ids_t: Tensor, layers: Layers, extras: dict[str, Any]) ->
         positions_t=index_t.to(torch.int32),
         slots_t=num_tokens + index_t,
         rows_t=torch.ones_like(index_t, dtype=torch.int32),
-        rows_b=ints(1),
-        prompt_lens_b=ints(num_tokens),
-        query_lens_b=ints(num_tokens),
+        rows_b=one(1),
+        prompt_lens_b=one(num_tokens),
+        query_lens_b=one(num_tokens),
         logit_tokens_l=index_t,
         samples_l=torch.zeros_like(index_t, dtype=torch.bool),
         decode=(),
         chunks=ChunkRows(
-            block_table_cm=ints(1)[None],
-            kv_lens_c=ints(num_tokens),
-            query_starts_c1=ints(0, num_tokens),
+            block_table_cm=one(1)[None],
+            kv_lens_c=one(num_tokens),
+            query_starts_c1=torch.cat([one(0), one(num_tokens)]),
             span_q=torch.empty(1, dtype=torch.uint8, device=device).expand(num_tokens),
         ),
         sampling=(),
