@@ -459,6 +459,7 @@ def _profile(engine: Any, works: list[Workload], costs: Costs, limits: Limits, f
     recorded.export_chrome_trace(str(folder / "trace.json"))
     context = sum(map(len, drawn.prompts)) + len(drawn.prompts) * (8 + 2)
     text = kernel_table(kernel_rows(recorded), costs.weight_bytes, costs.kv_bytes * context, limits)
+    text += f"from the first kernel's start to the last one's end: {device_span(recorded):.1f} us\n"
     (folder / "kernels.txt").write_text(text, encoding="utf-8")
     print(f"one decode step of {work.name}; the trace is {folder / 'trace.json'}\n{text}")
 
@@ -496,6 +497,16 @@ def kernel_rows(recorded: Any) -> list[KernelRow]:
         row[1] += microseconds
     rows = [KernelRow(name, int(calls), microseconds) for name, (calls, microseconds) in totals.items()]
     return sorted(rows, key=lambda row: -row.microseconds)
+
+
+def device_span(recorded: Any) -> float:
+    """Microseconds from the first start to the last end of what a profile holds; less busy time, it is the gaps."""
+    from torch.autograd import DeviceType
+
+    events = list(recorded.events())
+    ranges = [event.time_range for event in events if event.device_type == DeviceType.CUDA]
+    ranges = ranges or [event.time_range for event in events]
+    return max(r.end for r in ranges) - min(r.start for r in ranges)
 
 
 _GROUPS = (  # what a kernel does, by its name; the first that fits
