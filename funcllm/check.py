@@ -7,6 +7,7 @@ bias, a norm over the feed-forward width) comes out wrong at tp 2, silently, unl
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from funcllm.config import ModelConfig, qwen3_config
 from funcllm.group import SINGLE, Group, run_threads
 from funcllm.qwen3 import logits, param_specs
 from funcllm.record import FUNCTIONS, Layers
-from funcllm.specs import init_params
+from funcllm.specs import init_params, map_specs
+from funcllm.types import Spec
 
 
 def check_layer(
@@ -42,7 +44,8 @@ def check_layer(
 
     def run(group: Group) -> Tensor:
         with torch.no_grad():
-            params = init_params(param_specs(config, layers, group), group, seed=seed, std=0.25)
+            specs = map_specs(_spread, param_specs(config, layers, group))
+            params = init_params(specs, group, seed=seed, std=0.25)
             return logits(params, token_ids_t, config=config, layers=layers, group=group)
 
     expected = run(SINGLE)
@@ -61,3 +64,17 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
     """The largest difference relative to the largest magnitude of `expected`; infinite where a NaN is."""
     error = ((result - expected).abs().max() / expected.abs().max()).item()
     return error if error == error else float("inf")
+
+
+def _spread(spec: Spec) -> Spec:
+    """The Spec, its vectors (norms and biases) scattered: all 1 or all 0, they would hide what is done to them."""
+    if len(spec.parts[0].shape) != 1 or (spec.dtype is not None and not spec.dtype.is_floating_point):
+        return spec
+    plain = torch.zeros if spec.parts[0].name.endswith("bias") else torch.ones
+
+    def init(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        value = plain(shape) if spec.init is None else spec.init(shape, generator)
+        constant = bool((value == value.flatten()[:1]).all())
+        return value + 0.25 * torch.randn(shape, generator=generator) if constant else value
+
+    return replace(spec, init=init)

@@ -260,9 +260,17 @@ def logits(
     return _whole_logits(config, with_windows(layers, config), group, (), params, token_ids_t, extras=extras)
 
 
-@functools.lru_cache(maxsize=64)
 def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
-    """The rotary frequencies [h / 2] in fp32, with the attention factor behind them: [h / 2 + 1]."""
+    """The rotary frequencies [h / 2] in fp32, with the attention factor behind them: [h / 2 + 1].
+
+    Kept for later calls, but not from inside a torch.func transform, where every tensor is one of the transform's.
+    """
+    transformed = torch._C._functorch.maybe_current_level() is not None
+    return (_frequencies.__wrapped__ if transformed else _frequencies)(config, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     with torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
         frequencies, attention_factor = inverse_frequencies(config)
         return torch.cat([frequencies.float(), torch.tensor([attention_factor])]).to(device)

@@ -1,0 +1,191 @@
+"""Fused blocks: which are used, what makes them fall away, and that they mean what the plain composition means."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from funcllm import fusion
+from funcllm import layers as defaults
+from funcllm.attention import paged_attention
+from funcllm.group import Group
+from funcllm.kernels.bundle import FAST, REFERENCE, SMALL_BLOCKS, Kernels
+from funcllm.qwen3 import qwen3
+from funcllm.record import FUNCTIONS, Layers
+from funcllm.sites import LAYER_SITES
+from funcllm.types import Context
+from tests.steps import Driver, Request, on_ranks, random_ids, random_params, relative
+from tests.tiny import tiny_config
+
+CONFIG = tiny_config(vocab_size=199, o_bias=True, qkv_bias=True, mlp_bias=True)
+NAMES = frozenset(entry.name for entry in fusion.ENTRIES)
+EVERY = replace(REFERENCE, fused=NAMES, small_rows=8)
+
+
+class Calls:
+    """A bundle that counts its calls."""
+
+    def __init__(self) -> None:
+        self.count: dict[str, int] = {}
+
+    def bundle(self, kernels: Kernels) -> Kernels:
+        ops = [name for name, value in vars(kernels).items() if callable(value)]
+        return replace(kernels, **{name: self._counting(name, getattr(kernels, name)) for name in ops})
+
+    def _counting(self, name: str, op: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            self.count[name] = self.count.get(name, 0) + 1
+            return op(*args, **options)
+
+        return call
+
+
+def run(kernels: Kernels, layers: Layers = Layers(), tp: int = 1, config: Any = CONFIG) -> list[Tensor]:
+    """Logits of a prompt step, a mixed step and two decode steps on rank 0."""
+
+    def steps(group: Group) -> list[Tensor]:
+        seen = []
+
+        def keep(x: Tensor, context: Context, /) -> Tensor:
+            seen.append(x[:, : config.vocab_size // 4].clone())
+            return x
+
+        model = qwen3(config, layers.edit("logits", keep), group, kernels)
+        driver = Driver(model, _params(config, layers, group))
+        driver.admit([1, 2], [Request(prompt=random_ids(6, seed=1).tolist()), Request(prompt=[5, 6, 7, 8])])
+        driver.step([], [(1, 6), (2, 2)], padding=3)
+        driver.step([1], [(2, 2)])
+        driver.step([1, 2])
+        driver.step([2, 0, 1])
+        return seen
+
+    return on_ranks(steps, tp)[0]
+
+
+def _params(config: Any, layers: Layers, group: Group) -> Any:
+    """Random parameters whose vectors are not all 1 or 0."""
+    params = random_params(config, layers, group)
+
+    def scattered(x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(x.numel()))
+        return x + 0.3 * noise if x.dim() == 1 and x.shape[0] in (16, 64) else x
+
+    return torch.utils._pytree.tree_map(scattered, params)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_each_entry_alone_means_what_the_composition_means(name: str) -> None:
+    calls = Calls()
+    kernels = calls.bundle(replace(REFERENCE, fused=frozenset({name}), small_rows=8))
+    for fused, plain in zip(run(kernels), run(REFERENCE)):
+        assert relative(fused, plain) < 1e-5
+    plain_calls = Calls()
+    run(plain_calls.bundle(REFERENCE))
+    assert calls.count != plain_calls.count, "the entry was not used"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_all_entries_together_mean_what_the_composition_means(tp: int) -> None:
+    expected = run(REFERENCE, tp=tp)
+    for kernels in (EVERY, FAST):
+        for fused, plain in zip(run(kernels, tp=tp), expected):
+            assert relative(fused, plain) < 1e-5
+
+
+def test_the_default_bundles_fuse_nothing_or_what_they_say() -> None:
+    calls = Calls()
+    run(calls.bundle(REFERENCE))
+    assert set(calls.count) == {"write_kv", "attend", "head_logits", "pick"}
+    calls = Calls()
+    run(calls.bundle(FAST))
+    assert set(calls.count) == {"attend", "add_rms_norm", "qk_norm_rope_write", "silu_mul", "head_logits", "pick"}
+    assert SMALL_BLOCKS < NAMES
+
+
+def context_of(layer: Layers, batch: str = "small", kernels: Kernels = EVERY, config: Any = CONFIG) -> Context:
+    inputs: Any = ()
+    return Context(config=config, group=Group(), kernels=kernels, layer=layer, inputs=inputs, batch=batch)
+
+
+def fitting(layer: Layers, batch: str = "small", kernels: Kernels = EVERY, config: Any = CONFIG) -> set[str]:
+    context = context_of(layer, batch, kernels, config)
+    return {entry.name for entry in fusion.ENTRIES if fusion.fits(entry, context)}
+
+
+def test_all_entries_fit_the_default_layer_in_a_small_batch_and_the_large_ones_in_any() -> None:
+    assert fitting(Layers()) == NAMES
+    for batch in ("decode", "mixed"):
+        assert fitting(Layers(), batch) == NAMES - SMALL_BLOCKS
+    assert fitting(Layers(), kernels=REFERENCE) == set()
+    assert fitting(Layers(), kernels=FAST) == FAST.fused
+    assert fitting(Layers(), config=tiny_config(hidden_size=60)) == NAMES - SMALL_BLOCKS
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in ("block", "embed", "sample")])
+def test_a_swapped_function_takes_away_exactly_the_entries_that_contain_it(name: str) -> None:
+    default = getattr(Layers(), name)
+
+    def swapped(*args: Any) -> Any:
+        return default(*args)
+
+    layers = Layers(**{name: swapped})
+    assert fitting(layers) == {entry.name for entry in fusion.ENTRIES if name not in entry.stands_for}
+    assert fitting(layers) != NAMES
+    for fused, plain in zip(run(EVERY, layers), run(REFERENCE)):
+        assert relative(fused, plain) < 1e-5
+
+
+@pytest.mark.parametrize("name", [*LAYER_SITES, "final"])
+def test_a_touched_site_takes_away_exactly_the_entries_that_swallow_it(name: str) -> None:
+    """And an edit there acts, whatever is fused around it."""
+    site = name if name == "final" else f"layers.0.{name}"
+    layers = Layers().edit(site, lambda x, c: x * 1.5 + 0.1)
+    resolved = layers.of(None if name == "final" else 0)
+    assert fitting(resolved) == {entry.name for entry in fusion.ENTRIES if name not in entry.swallows}
+    assert fitting(layers.of(1)) == NAMES
+    assert fitting(Layers().capture(site).of(None if name == "final" else 0)) == fitting(resolved)
+    expected = run(REFERENCE, layers)
+    for kernels in (EVERY, FAST):
+        for fused, plain in zip(run(kernels, layers), expected):
+            assert relative(fused, plain) < 1e-5
+    assert max(relative(a, b) for a, b in zip(expected, run(REFERENCE))) > 1e-3
+
+
+def test_the_batch_class_goes_by_rows_and_chunks() -> None:
+    driver = Driver(qwen3(CONFIG, kernels=EVERY), random_params(CONFIG))
+    driver.admit([1, 2], [Request(prompt=[1, 2]), Request(prompt=[3, 4, 5])])
+    driver.step([], [(1, 2), (2, 2)])
+    assert fusion.batch_class(driver.inputs, EVERY) == "mixed"
+    driver.step([1], [(2, 1)])
+    assert fusion.batch_class(driver.inputs, EVERY) == "mixed"
+    driver.step([1, 2])
+    assert fusion.batch_class(driver.inputs, EVERY) == "small"
+    assert fusion.batch_class(driver.inputs, replace(EVERY, small_rows=1)) == "decode"
+    assert fusion.batch_class(driver.inputs, FAST) == "decode"
+
+
+def test_defaults_are_told_by_identity() -> None:
+    assert fusion.is_default("attention", paged_attention)
+    assert fusion.is_default("mlp", defaults.swiglu)
+    assert not fusion.is_default("mlp", lambda *args: defaults.swiglu(*args))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fused_blocks_round_where_the_composition_rounds(dtype: torch.dtype) -> None:
+    """Bit for bit on the reference's twins: norm of the rounded sum, rounded activation, rounded rotation."""
+    params = torch.utils._pytree.tree_map(lambda x: x.to(dtype), _params(CONFIG, Layers(), Group()))
+    results = []
+    for kernels in (REFERENCE, replace(EVERY, fused=NAMES - {"small_head"})):
+        seen: list[Tensor] = []
+        layers = Layers().edit("logits", lambda x, c, seen=seen: seen.append(x.clone()) or x)
+        driver = Driver(qwen3(CONFIG, layers, kernels=kernels), params)
+        driver.admit([1], [Request(prompt=[3, 1, 4, 1, 5])])
+        driver.step([], [(1, 5)])
+        driver.step([1, 0])
+        results.append(seen)
+    for fused, plain in zip(*results):
+        assert torch.equal(fused, plain)
