@@ -89,5 +89,6 @@ def _counted_tensors(args: tuple[Any, ...]) -> list[Tensor]:
         elif isinstance(arg, StepInputs):
             plain = arg._replace(decode=(), chunks=(), sampling=(), extras={})
             tensors += [*plain, *arg.decode, *arg.chunks]
-            tensors += [*arg.sampling[:3], *arg.sampling.filters] if arg.sampling else []
+            if arg.sampling:
+                tensors += [*arg.sampling[:3], *arg.sampling.filters, arg.sampling.noise_keys_l2]
     return [tensor for tensor in tensors if isinstance(tensor, Tensor)]

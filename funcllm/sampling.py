@@ -28,7 +28,9 @@ def sample(logits_lv: Tensor, context: Context, /) -> tuple[Tensor, dict[str, Te
     sampling = context.inputs.sampling
     assert sampling != (), "a step without sampling inputs cannot sample"
     first_id, num_ids = vocab_ids(context)
-    keys_l2 = reference.noise_keys(sampling.seed_l, sampling.positions_l)
+    keys_l2 = sampling.noise_keys_l2
+    if not isinstance(keys_l2, Tensor):
+        keys_l2 = reference.noise_keys(sampling.seed_l, sampling.positions_l)
     threshold_l: Tensor | tuple[()] = ()
     if isinstance(sampling.filters, Filters):
         logits_lv = forbid(logits_lv, sampling.filters.forbidden_ls, first_id)

@@ -8,8 +8,8 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,13 +102,18 @@ def inputs_of(
     span: int = 0,
     filtered: bool = False,
     capturing: bool = False,
+    decode_inputs: Callable[..., Any] | None = None,
 ) -> StepInputs:
     """The inputs of a step over these state rows, made on the device.
 
     Decode rows get one query each, chunk rows chunk_lens_c; both are padded with row 0. num_tokens: packed tokens with
     padding, at least the decode rows and all chunks; span: at least the longest chunk. filtered: whether any row
     narrows its choice of tokens; capturing: whether sites record (the tokens whose logits are taken).
+    decode_inputs: the kernel that makes a pure decode step's inputs (Kernels.decode_inputs), the same in every bit;
+    None: plain PyTorch.
     """
+    if decode_inputs is not None and not isinstance(chunk_rows_c, Tensor):
+        return _decode_inputs(decode_inputs, state, decode_rows_b, block_size, filtered, capturing)
     rows_b = _live(state, decode_rows_b)
     num_decode = rows_b.shape[0]
     index_b = torch.arange(num_decode, device=rows_b.device)
@@ -155,35 +160,124 @@ def inputs_of(
     )
 
 
-def advance(state: SequenceState, inputs: StepInputs, outputs: StepOutputs) -> tuple[SequenceState, StepOutputs]:
+def advance(
+    state: SequenceState,
+    inputs: StepInputs,
+    outputs: StepOutputs,
+    *,
+    advance_rows: Callable[..., tuple[Tensor, Tensor]] | None = None,
+) -> tuple[SequenceState, StepOutputs]:
     """The state after the step, in place, and the outputs with what became of each row.
 
     A row that sampled takes its token. It dies when that is one of its stop ids at a length of at least its min_length,
     when its length reaches its limit, or when its logits held NaN (token -1). A row that did not sample keeps its
-    extras.
+    extras. advance_rows: the kernel that does this (Kernels.advance with its ring bound), all but the extras, the same
+    in every bit; None: plain PyTorch.
     """
-    rows_b = inputs.rows_b.long()
-    counts_b = inputs.samples_l
-    length_b, sampling = state.length_r[rows_b], state.sampling
-    token_b = outputs.token_ids_l
+    advance_rows = _advance_rows if advance_rows is None else advance_rows
+    count_b, alive_b = advance_rows(
+        inputs.rows_b,
+        inputs.query_lens_b,
+        inputs.samples_l,
+        outputs.token_ids_l,
+        state.token_ids_re,
+        state.length_r,
+        state.computed_r,
+        state.limit_r,
+        state.alive_r,
+        state.sampling.min_length_r,
+        state.sampling.stop_ids_rs,
+    )
+    _keep_extras(state, inputs, outputs)
+    return state, outputs._replace(count_l=count_b, alive_l=alive_b)
+
+
+def _advance_rows(
+    rows_b: Tensor,
+    query_lens_b: Tensor,
+    counts_b: Tensor,
+    token_b: Tensor,
+    token_ids_re: Tensor,
+    length_r: Tensor,
+    computed_r: Tensor,
+    limit_r: Tensor,
+    alive_r: Tensor,
+    min_length_r: Tensor,
+    stop_ids_rs: Tensor,
+) -> tuple[Tensor, Tensor]:
+    rows_b = rows_b.long()
+    length_b = length_r[rows_b]
     where_b = torch.where(counts_b, length_b, 0).long()
-    state.token_ids_re[torch.where(counts_b, rows_b, 0), where_b] = torch.where(counts_b, token_b.clamp(min=0), 0)
-    is_stop_b = (token_b[:, None] == sampling.stop_ids_rs[rows_b]).any(1) & (length_b >= sampling.min_length_r[rows_b])
-    new_length_b = length_b + counts_b.to(torch.int32)
-    ends_b = counts_b & (is_stop_b | (token_b < 0) | (new_length_b >= state.limit_r[rows_b]))
+    token_ids_re[torch.where(counts_b, rows_b, 0), where_b] = torch.where(counts_b, token_b.clamp(min=0), 0)
+    is_stop_b = (token_b[:, None] == stop_ids_rs[rows_b]).any(1) & (length_b >= min_length_r[rows_b])
+    count_b = counts_b.to(torch.int32)
+    new_length_b = length_b + count_b
+    ends_b = counts_b & (is_stop_b | (token_b < 0) | (new_length_b >= limit_r[rows_b]))
     alive_b = (rows_b > 0) & ~ends_b
-    state.computed_r[rows_b] = state.computed_r[rows_b] + inputs.query_lens_b
-    state.length_r[rows_b] = new_length_b
-    state.alive_r[rows_b] = alive_b
+    computed_r[rows_b] = computed_r[rows_b] + query_lens_b
+    length_r[rows_b] = new_length_b
+    alive_r[rows_b] = alive_b
+    return count_b, alive_b
+
+
+def _keep_extras(state: SequenceState, inputs: StepInputs, outputs: StepOutputs) -> None:
+    """Writes the extras that the sampler changed into the rows that sampled."""
+    rows_b = inputs.rows_b.long() if outputs.extras else inputs.rows_b
     for name, changed in outputs.extras.items():
         value_r = state.extras[name]
-        kept_b = counts_b.view(-1, *(1,) * (value_r.dim() - 1))
+        kept_b = inputs.samples_l.view(-1, *(1,) * (value_r.dim() - 1))
         value_r[rows_b] = torch.where(kept_b, changed.to(value_r.dtype), value_r[rows_b])
-    return state, outputs._replace(count_l=counts_b.to(torch.int32), alive_l=alive_b)
 
 
 def _live(state: SequenceState, rows: Tensor) -> Tensor:
     return torch.where(state.alive_r[rows.long()], rows, 0).to(torch.int32)
+
+
+def _decode_inputs(
+    decode_inputs: Callable[..., Any],
+    state: SequenceState,
+    decode_rows_b: Tensor,
+    block_size: int,
+    filtered: bool,
+    capturing: bool,
+) -> StepInputs:
+    sampling = state.sampling
+    columns = (sampling.top_k_r, sampling.top_p_r, sampling.min_p_r, sampling.min_length_r, sampling.stop_ids_rs)
+    step = decode_inputs(
+        decode_rows_b,
+        state.token_ids_re,
+        state.length_r,
+        state.computed_r,
+        state.prompt_length_r,
+        state.alive_r,
+        state.block_table_rm,
+        sampling.temperature_r,
+        sampling.seed_r,
+        columns if filtered else (),
+        block_size=block_size,
+    )
+    return StepInputs(
+        token_ids_t=step.token_ids_b,
+        positions_t=step.positions_b,
+        slots_t=step.slots_b,
+        rows_t=step.rows_b,
+        rows_b=step.rows_b,
+        prompt_lens_b=step.prompt_lens_b,
+        query_lens_b=step.query_lens_b,
+        logit_tokens_l=step.logit_tokens_b,
+        samples_l=step.samples_b,
+        decode=DecodeRows(step.block_table_bm, step.kv_lens_b),
+        chunks=(),
+        sampling=SamplingInputs(
+            temperature_l=step.temperature_b,
+            seed_l=step.seed_b,
+            positions_l=step.lengths_b,
+            filters=Filters(*step.filters) if filtered else (),
+            noise_keys_l2=step.noise_keys_b2,
+        ),
+        capture_tokens_k=step.logit_tokens_b if capturing else (),
+        extras=state.extras,
+    )
 
 
 def _sampling_inputs(state: SequenceState, rows_b: Tensor, filtered: bool) -> SamplingInputs:

@@ -193,6 +193,7 @@ class SamplingInputs(NamedTuple):
     seed_l: Tensor  # int64
     positions_l: Tensor  # int32; the position that the sampled token will have
     filters: Filters | tuple[()] = ()
+    noise_keys_l2: Tensor | tuple[()] = ()  # int64; noise_keys of seed and position, where a kernel made them already
 
 
 class StepInputs(NamedTuple):

@@ -16,6 +16,7 @@ from funcllm.kernels import fast, fused, gemv, ops, reference
 class Kernels:
     """One function an op, each with the signature and the contract of its twin in reference.py.
 
+    decode_inputs, advance: the kernels before and after a step; None: plain PyTorch, as funcllm/state.py has it.
     in_place: whether the ops that write the cache do so in place (the caches returned are those passed in).
     fused: names of the fused blocks (funcllm/fusion.py) that may use these kernels. small_rows: up to how many decode
     rows a step counts as small. prefill, decode: the back ends in use, and why: for people, and part of the graph key.
@@ -32,6 +33,8 @@ class Kernels:
     pick: Callable[..., Tensor]
     small_linear: Callable[..., Tensor]
     add_norm_small_linear: Callable[..., tuple[Tensor, Tensor]]
+    decode_inputs: Callable[..., Any] | None = None
+    advance: Callable[..., tuple[Tensor, Tensor]] | None = None
     in_place: bool = False
     fused: frozenset[str] = frozenset()
     small_rows: int = 0
@@ -91,12 +94,13 @@ def fast_kernels(device: torch.device, head_dim: int, dtype: torch.dtype, block_
     if block_size < 16 or block_size & (block_size - 1):
         raise ValueError(f"block_size={block_size} is not a power of two >= 16, as CUDA needs; use 16, 32, 64 or 128")
     try:
+        from funcllm.kernels import triton_step
         from funcllm.kernels.attention_prefill import flash_refusal
     except ImportError as error:
         raise RuntimeError(f"the CUDA kernels need triton ({error}); pip install triton") from error
-    bundle = FAST
+    bundle = replace(FAST, decode_inputs=triton_step.decode_inputs, advance=triton_step.advance)
     if dtype in (torch.bfloat16, torch.float16):
-        bundle = replace(FAST, fused=FAST.fused | SMALL_BLOCKS, small_rows=SMALL_ROWS)
+        bundle = replace(bundle, fused=FAST.fused | SMALL_BLOCKS, small_rows=SMALL_ROWS)
     decode = "decode: Triton, split over the keys, grouped query heads"
     refusal = flash_refusal(device, head_dim, dtype)
     if refusal:

@@ -6,7 +6,7 @@ neither side waits for the other on the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -73,23 +73,36 @@ class OutputRing:
     def __init__(self, size: int, max_rows: int, device: torch.device) -> None:
         self._size, self._max_rows = size, max_rows
         self._side = torch.cuda.Stream(device)
-        self._slot = torch.zeros(1, dtype=torch.int64, device=device)
+        self._written = torch.zeros(1, dtype=torch.int64, device=device)
         self._step = 0
         self._device: dict[str, Tensor] = {}
         self._host: dict[str, Tensor] = {}
+        self._add("", torch.empty((0, 3), dtype=torch.int32, device=device))
         self._done = [torch.cuda.Event() for _ in range(size)]
+
+    @property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """(int32 [slots, rows, 3], slots written so far, int64 [1]): for a kernel that stores the rows by itself."""
+        return self._device[""].view(self._size, self._max_rows, 3), self._written
 
     def store(self, outputs: StepOutputs) -> None:
         """Writes the outputs into the current slot. Capturable, once a call outside of a capture made the buffers."""
         rows = torch.stack([outputs.token_ids_l, outputs.count_l, outputs.alive_l.to(torch.int32)], dim=1)
-        index = self._slot * self._max_rows + torch.arange(rows.shape[0], device=rows.device)
-        for name, value in {"": rows, **outputs.captured}.items():
+        self.store_captured({"": rows, **outputs.captured})
+        self._written += 1
+
+    def store_captured(self, values: Mapping[str, Tensor]) -> None:
+        """Writes values [rows, ...] into the current slot, which stays the current one."""
+        for name, value in values.items():
             if name not in self._device:
-                shape = (self._size * self._max_rows, *value.shape[1:])
-                self._device[name] = torch.zeros(shape, dtype=value.dtype, device=value.device)
-                self._host[name] = torch.zeros(shape, dtype=value.dtype, pin_memory=True)
+                self._add(name, value)
+            index = self._written % self._size * self._max_rows + torch.arange(value.shape[0], device=value.device)
             self._device[name].index_copy_(0, index, value)
-        self._slot.copy_((self._slot + 1) % self._size)
+
+    def _add(self, name: str, like: Tensor) -> None:
+        shape = (self._size * self._max_rows, *like.shape[1:])
+        self._device[name] = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self._host[name] = torch.zeros(shape, dtype=like.dtype, pin_memory=True)
 
     def skip(self) -> None:
         """Passes over the slot of a step whose outputs nobody reads."""

@@ -215,7 +215,9 @@ class Runner:
     def _choose_kernels(self) -> Kernels:
         options = self.options
         kernels = fast_kernels(self.device, options.config.head_dim, options.dtype, options.block_size)
-        return kernels if options.fusion else replace(kernels, fused=frozenset())
+        if options.fusion:
+            return kernels
+        return replace(kernels, fused=frozenset(), decode_inputs=None, advance=None)
 
     def _build_model(self, layers: Layers) -> Model:
         transform = compile_unit if self.options.compile else _uncompiled
@@ -436,6 +438,7 @@ class Runner:
             block_size=self.options.block_size,
             filtered=filtered,
             capturing=bool(self.model.layers.captures),
+            decode_inputs=self.kernels.decode_inputs,
         )
         return self._step(inputs)
 
@@ -455,6 +458,11 @@ class Runner:
 
     def _step(self, inputs: StepInputs) -> StepOutputs:
         outputs, self.cache = self.model.step(self.params, self.cache, inputs)
+        if self.on_gpu and self.kernels.advance is not None:
+            self._ring.store_captured(outputs.captured)
+            advance_rows = functools.partial(self.kernels.advance, ring=self._ring.rows)
+            self.state, outputs = advance(self.state, inputs, outputs, advance_rows=advance_rows)
+            return outputs
         self.state, outputs = advance(self.state, inputs, outputs)
         if self.on_gpu:
             self._ring.store(outputs)

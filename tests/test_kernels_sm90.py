@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SHARED_LIMIT = 232448
 SHARED_SM89 = 101376
-MODULES = ("attention_decode", "attention_prefill", "kv")
+MODULES = ("attention_decode", "attention_prefill", "kv", "triton_step")
 HOPPER_MMA = {"attention_prefill"}
 
 pytestmark = pytest.mark.slow
