@@ -173,7 +173,7 @@ def test_the_wheel_holds_every_source_file_under_funcllm(wheel):
     wanted = {f"funcllm/{file.name}" for file in (ROOT / "funcllm").glob("*.py")}
     for part in PARTS:
         wanted |= {f"funcllm/{part}/{file.name}" for file in (ROOT / part).glob("*.py")}
-    wanted |= {f"funcllm/weights/demo/{file.name}" for file in (ROOT / "weights" / "demo").iterdir() if file.is_file()}
+    wanted |= {f"funcllm/weights/demo/{file.name}" for file in (ROOT / "weights" / "demo").glob("*")}
     assert wanted - names == set()
     assert "funcllm/py.typed" in names
     assert {name.split("/")[0] for name in names} == {"funcllm", f"funcllm-{funcllm.__version__}.dist-info"}
