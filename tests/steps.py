@@ -169,10 +169,11 @@ class Driver:
         chunks: Sequence[tuple[int, int]] = (),
         *,
         padding: int = 0,
+        span: int = 0,
         filtered: bool = False,
         capturing: bool = False,
     ) -> StepOutputs:
-        """One step over decode rows and (row, length) chunks; padding: tokens behind the last."""
+        """One step over decode rows and (row, length) chunks; padding: tokens behind the last; span: a larger bound."""
         i32 = torch.int32
         rows = torch.tensor([row for row, _ in chunks], dtype=i32)
         lens = torch.tensor([length for _, length in chunks], dtype=i32)
@@ -183,7 +184,7 @@ class Driver:
             lens if chunks else (),
             num_tokens=len(decode) + sum(length for _, length in chunks) + (padding if chunks else 0),
             block_size=self.block_size,
-            span=max((length for _, length in chunks), default=0),
+            span=max(span, *(length for _, length in chunks)) if chunks else 0,
             filtered=filtered,
             capturing=capturing,
         )
