@@ -193,6 +193,16 @@ def test_a_row_dies_of_a_stop_id_its_limit_or_nan() -> None:
         assert torch.equal(ours[[0, 1, 3, 4]], theirs[[0, 1, 3, 4]])
 
 
+def test_what_an_unfinished_chunk_samples_ends_nothing() -> None:
+    state = admitted(Request(prompt=[1, 2, 3], stop_ids=(50,)), Request(prompt=[4, 5, 6], max_tokens=1))
+    state.limit_r[2] = 4
+    inputs = inputs_of(state, ints(), ints(1, 2), ints(2, 2), num_tokens=4, block_size=4, span=2)
+    state, outputs = step_of(state, inputs, 50, -1)
+    assert outputs.count_l.tolist() == [0, 0]
+    assert outputs.alive_l.tolist() == [True, True]
+    assert state.length_r.tolist()[1:3] == [3, 3]
+
+
 def test_extras_change_only_in_rows_that_sampled() -> None:
     state = admitted(Request(prompt=[1]), Request(prompt=[1, 2, 3]))
     state = state._replace(extras={"a": torch.zeros(6, 2)})
