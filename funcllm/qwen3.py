@@ -223,7 +223,7 @@ def build(
         token_ids_l, extras, recorded = run_final(stream, params, inputs)
         outputs = StepOutputs(
             token_ids_l=token_ids_l,
-            count_l=inputs.samples_l.to(torch.int32),
+            count_l=inputs.samples_l,
             alive_l=inputs.samples_l,
             captured={**captured, **recorded},
             extras=extras,

@@ -8,7 +8,7 @@ graph: each row divides its own length on the device, and a split without keys r
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def choose_splits(batch: int, num_kv_heads: int, max_len: int, tile: int, num_sm
     places = num_sms * _PROGRAMS_PER_SM
     rows = max(batch * num_kv_heads, 1)
     limit = max(1, min(_MAX_SPLITS, -(-max_len // tile)))
-    if rows >= 8 * places:
+    if rows >= 4 * places:
         return 1
     if rows >= 2 * places:
         return min(2, limit)
@@ -87,7 +87,10 @@ def choose_config(
     splits = choose_splits(batch, num_kv_heads, max_len, tile, num_sms)
     many_rows = batch * num_kv_heads >= 2 * num_sms * _PROGRAMS_PER_SM
     return DecodeConfig(
-        tile=tile, num_stages=2 * in_flight + 1, splits=splits, min_tiles=_MIN_KEYS // tile if many_rows else 1
+        tile=tile,
+        num_stages=2 * in_flight + 1,
+        splits=splits,
+        min_tiles=_MIN_KEYS // tile if many_rows else 1,
     )
 
 
@@ -117,6 +120,7 @@ def decode_attention(
     if config is None:
         max_len = block_table_bm.shape[1] * block_size
         config = choose_config(batch, num_kv_heads, head_dim, max_len, q_bnh.element_size(), *device_size(q_bnh.device))
+        config = replace(config, pdl=q_bnh.is_cuda and torch.cuda.get_device_capability(q_bnh.device) >= (9, 0))
     splits = config.splits
     if splits > 1:
         partials = torch.empty((batch, num_heads, splits, head_dim), dtype=torch.float32, device=q_bnh.device)

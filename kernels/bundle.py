@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,6 +80,19 @@ FAST = Kernels(
 """Ops that dispatch on the tensors' device: batched PyTorch on the CPU, Triton on CUDA. They refuse transforms."""
 
 
+def _chained_add_norm_small_linear(*args: Any, silu: bool = False, wide: bool = False) -> tuple[Tensor, Tensor]:
+    """Starts early where that pays: before silu(gate) * up, not before the products without it."""
+    return gemv.add_norm_small_linear(*args, silu=silu, wide=wide, pdl=silu)
+
+
+_CHAINED: dict[str, Any] = {
+    "small_linear": partial(gemv.small_linear, pdl=True),
+    "add_norm_small_linear": _chained_add_norm_small_linear,
+    "qk_norm_rope_write": partial(fused.qk_norm_rope_write, pdl=True),
+}
+"""Ops that start by programmatic dependent launch (sm_90 and later). Each waits for its predecessor before it reads or
+writes anything but weights, so any kernel may stand before and behind it."""
+
 SMALL_BLOCKS = frozenset({"small_linear", "small_qkv", "small_mlp", "small_head"})
 SMALL_ROWS = 8
 
@@ -99,6 +113,8 @@ def fast_kernels(device: torch.device, head_dim: int, dtype: torch.dtype, block_
     except ImportError as error:
         raise RuntimeError(f"the CUDA kernels need triton ({error}); pip install triton") from error
     bundle = replace(FAST, decode_inputs=triton_step.decode_inputs, advance=triton_step.advance)
+    if torch.cuda.get_device_capability(device) >= (9, 0):
+        bundle = replace(bundle, **_CHAINED)
     if dtype in (torch.bfloat16, torch.float16):
         bundle = replace(bundle, fused=FAST.fused | SMALL_BLOCKS, small_rows=SMALL_ROWS)
     decode = "decode: Triton, split over the keys, grouped query heads"

@@ -29,7 +29,30 @@ class GemvConfig:
         return [self.block_n, self.num_warps, self.block_k, self.num_stages, int(self.tensor_cores)]
 
 
-MEASURED: Mapping[tuple[int, int, int, bool], GemvConfig] = {}
+_LARGE = 1 << 23  # elements of a weight from which tensor cores are faster at any number of rows
+_HEAD = 65536  # outputs of a vocabulary
+
+MEASURED: Mapping[tuple[int, int, int, bool], GemvConfig] = {
+    (2, 3072, 1024, True): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
+    (2, 151936, 1024, False): GemvConfig(block_n=2, num_warps=2),
+    (2, 6144, 4096, False): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
+    (2, 4096, 4096, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
+    (2, 12288, 4096, True): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
+    (2, 4096, 12288, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
+    (2, 6144, 2560, False): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
+    (2, 2560, 4096, False): GemvConfig(block_n=2, num_warps=8),
+    (2, 9728, 2560, True): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
+    (2, 2560, 9728, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
+    (8, 4096, 1024, False): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
+    (8, 1024, 2048, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
+    (8, 3072, 1024, True): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
+    (8, 1024, 3072, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
+    (8, 151936, 1024, False): GemvConfig(block_n=64, num_warps=4, block_k=128, num_stages=5, tensor_cores=True),
+    (8, 4096, 4096, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
+    (8, 4096, 12288, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
+    (8, 2560, 4096, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
+    (8, 2560, 9728, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
+}
 """(rows, outputs, inputs, silu) -> the fastest configuration on an H200, where it beats the rule; see tune_gemv.py."""
 
 
@@ -46,6 +69,11 @@ def choose_config(rows: int, out_features: int, in_features: int, silu: bool) ->
     measured = MEASURED.get((rows, out_features, in_features, silu))
     if measured is not None:
         return measured
+    if out_features < _HEAD and in_features * out_features * (2 if silu else 1) >= _LARGE:
+        narrow = out_features <= 4096 and not silu
+        return GemvConfig(
+            block_n=16 if narrow else 32, num_warps=2 if narrow else 4, block_k=256, num_stages=4, tensor_cores=True
+        )
     if rows > (_STREAM_ROWS_NARROW if out_features <= _NARROW else _STREAM_ROWS):
         block_n = 16 if out_features <= 4096 else 32
         return GemvConfig(
