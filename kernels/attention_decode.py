@@ -22,7 +22,8 @@ SHARED_SM90 = 232448  # bytes of shared memory that one program may take on sm_9
 SHARED_LEAST = 101376  # on any GPU from sm_80
 _MAX_SPLITS = 128
 _PROGRAMS_PER_SM = 2
-_TILE_BYTES = 16384  # of keys in a tile
+_TILE_BYTES = 8192  # of keys in a tile
+_TILES_IN_FLIGHT = 2
 _MIN_KEYS = 1024  # of a split, where there are many rows: shorter ones are not worth their partial results
 _SCRATCH_BYTES = 12288  # shared memory beside the tiles
 
@@ -83,11 +84,12 @@ def choose_config(
     """
     row_bytes = max(16, triton.next_power_of_2(head_dim)) * element_size
     tile = max(16, min(128, _TILE_BYTES // row_bytes))
-    in_flight = max(1, min(3, (shared // _PROGRAMS_PER_SM - _SCRATCH_BYTES) // (2 * tile * row_bytes)))
+    in_flight = max(1, min(_TILES_IN_FLIGHT, (shared // _PROGRAMS_PER_SM - _SCRATCH_BYTES) // (2 * tile * row_bytes)))
     splits = choose_splits(batch, num_kv_heads, max_len, tile, num_sms)
     many_rows = batch * num_kv_heads >= 2 * num_sms * _PROGRAMS_PER_SM
     return DecodeConfig(
         tile=tile,
+        num_warps=2,
         num_stages=2 * in_flight + 1,
         splits=splits,
         min_tiles=_MIN_KEYS // tile if many_rows else 1,

@@ -235,12 +235,12 @@ def test_splits_depend_on_shapes_and_fill_the_gpu():
     for batch in (1, 2, 3, 7, 16, 40, 131, 256):
         config = choose_config(batch, 8, 128, 4096, 2, 132)
         assert 1 <= config.splits <= 4096 // config.tile
-        assert config.tile * 128 * 2 == 16384
+        assert config.tile * 128 * 2 == 8192
 
 
 def test_less_shared_memory_gives_a_shallower_pipeline():
-    depths = [choose_config(8, 8, 128, 4096, 2, 132, shared).num_stages for shared in (232448, 166912, 101376)]
-    assert depths == [7, 5, 3]
+    depths = [choose_config(8, 8, 256, 4096, 4, 132, shared).num_stages for shared in (232448, 166912, 101376)]
+    assert depths == [5, 5, 3]
     assert choose_prefill_config(128, 2, 101376).num_stages <= choose_prefill_config(128, 2).num_stages
     assert choose_prefill_config(256, 2).tile == 32
     assert choose_prefill_config(256, 4).rows == 16

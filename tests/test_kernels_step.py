@@ -279,7 +279,7 @@ def test_captured_steps_equal_plain_ones(filtered: bool) -> None:
     from funcllm.launch.ring import OutputRing
 
     state, rows_b = random_state(1, "cuda"), random_rows(1, 32, "cuda")
-    state.limit_r[1:] += 20
+    state.limit_r[1:] = (state.limit_r[1:] + 20).clamp(max=state.token_ids_re.shape[1])
     twin = pytree.tree_map(torch.clone, state)
     rings = [OutputRing(4, 40, torch.device("cuda")) for _ in range(2)]
 
