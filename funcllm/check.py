@@ -37,7 +37,7 @@ def check_layer(
     """
     if not isinstance(fn, Layers) and place not in FUNCTIONS:
         raise ValueError(f"{place!r} is no place of a layer function; use one of {', '.join(FUNCTIONS)}")
-    layers = fn if isinstance(fn, Layers) else Layers(**{place: fn})
+    layers = fn if isinstance(fn, Layers) else replace(Layers(), **{place: fn})  # type: ignore[arg-type]
     config = config or qwen3_config("tiny")
     generator = torch.Generator().manual_seed(seed)
     token_ids_t = torch.randint(0, config.vocab_size, (24,), generator=generator)

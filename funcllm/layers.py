@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funcllm.kernels import reference
 from funcllm.sites import site
-from funcllm.types import AttentionParams, Context, MLPParams, NormParams, Params, PyTree
+from funcllm.types import Angles, AttentionParams, Context, MLPParams, NormParams, Params, PyTree
 
 
 def norm(x: Tensor, params: NormParams, context: Context, /) -> Tensor:
@@ -26,13 +26,14 @@ def qk_norm(q_tnh: Tensor, k_tkh: Tensor, params: AttentionParams, context: Cont
         return q_tnh, k_tkh
     eps = context.config.rms_norm_eps
     return (
-        reference.rms_norm(q_tnh, params.q_norm.weight, eps),  # type: ignore[union-attr]
-        reference.rms_norm(k_tkh, params.k_norm.weight, eps),  # type: ignore[union-attr]
+        reference.rms_norm(q_tnh, params.q_norm.weight, eps),
+        reference.rms_norm(k_tkh, params.k_norm.weight, eps),
     )
 
 
 def rope(q_tnh: Tensor, k_tkh: Tensor, params: AttentionParams, context: Context, /) -> tuple[Tensor, Tensor]:
     """Rotary position embedding (Su et al., 2021) by the step's angles."""
+    assert isinstance(context.angles, Angles), "a layer runs behind the embedding, which makes the angles"
     cos_th, sin_th = context.angles
     return reference.rotate(q_tnh, cos_th, sin_th), reference.rotate(k_tkh, cos_th, sin_th)
 

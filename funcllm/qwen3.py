@@ -191,7 +191,7 @@ def build(
     check_layers(layers, config)
     records = [layers.of(i) for i in range(config.num_layers)]
     outside = layers.of(None)
-    static = {"config": config, "group": group, "kernels": kernels}
+    static: dict[str, Any] = {"config": config, "group": group, "kernels": kernels}
     keys = [value_key(record) for record in records]
 
     @functools.cache

@@ -120,7 +120,7 @@ class Layers:
 
     def of(self, index: int | None) -> Layers:
         """The functions of one layer, with sites by their local names; None: of what stands outside the layers."""
-        functions = {
+        functions: dict[str, Any] = {
             name: fn
             for override in self.overrides
             if index is not None and index in override.indices

@@ -7,6 +7,8 @@ is local. At tensor-parallel sizes above 1, the sites of heads and of mlp.hidden
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor
 
 from funcllm.types import Context
@@ -46,8 +48,9 @@ def site(name: str, x: Tensor, context: Context, /) -> Tensor:
             )
         x = edited
     if name in context.layer.captures:
-        by_row = name in ("final", "logits") or not isinstance(context.inputs.capture_tokens_k, Tensor)
-        context.captured[name] = x if by_row else x.index_select(0, context.inputs.capture_tokens_k)
+        tokens_k = context.inputs.capture_tokens_k
+        by_token = name not in ("final", "logits") and isinstance(tokens_k, Tensor)
+        context.captured[name] = x.index_select(0, cast(Tensor, tokens_k)) if by_token else x
     return x
 
 

@@ -39,22 +39,22 @@ class LinearParams(NamedTuple):
     """A dense layer. `weight` may be any pytree that the `linear` in use knows (quantised, low-rank, ...)."""
 
     weight: PyTree  # [out, in]
-    bias: Tensor | tuple[()] = ()  # [out]; () where absent, and on ranks that do not own it
+    bias: PyTree = ()  # [out]; () where absent, and on ranks that do not own it
 
 
 class NormParams(NamedTuple):
-    weight: Tensor  # [d] or [h]
+    weight: PyTree  # [d] or [h]
 
 
 class EmbedParams(NamedTuple):
-    weight: Tensor  # [v, d]
+    weight: PyTree  # [v, d]
 
 
 class AttentionParams(NamedTuple):
     qkv_proj: LinearParams  # [(n + 2k) h, d]: query, key, value rows of this rank
     o_proj: LinearParams  # [d, n h]
-    q_norm: NormParams | tuple[()] = ()  # [h]
-    k_norm: NormParams | tuple[()] = ()  # [h]
+    q_norm: PyTree = ()  # NormParams [h], or () without a norm of each head
+    k_norm: PyTree = ()
     qk_norm: PyTree = ()  # own parameters of a swapped qk_norm, rope or attention
     rope: PyTree = ()
     attention: PyTree = ()
@@ -314,7 +314,7 @@ class Model:
     specs: PyTree
     init_cache: Callable[..., KVCache]
     hidden: Callable[..., Any]
-    head: Callable[..., Tensor]
+    head: Callable[..., tuple[Tensor, dict[str, Tensor]]]
     step: Callable[..., tuple[StepOutputs, KVCache]]
     logits: Callable[..., Tensor]
 

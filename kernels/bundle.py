@@ -122,3 +122,30 @@ def fast_kernels(device: torch.device, head_dim: int, dtype: torch.dtype, block_
     if refusal:
         return replace(bundle, why=(decode, f"prefill: Triton; {refusal}"))
     return replace(bundle, attend=fast.attend_flash, prefill=ops.FLASH, why=(decode, "prefill: flash-attn-4"))
+
+
+def without_flash(kernels: Kernels) -> Kernels:
+    """The bundle with Triton prefill in place of flash-attn-4."""
+    return replace(kernels, attend=fast.attend, prefill=ops.TRITON)
+
+
+def flash_fault(kernels: Kernels, device: torch.device, head_dim: int, dtype: torch.dtype, block_size: int) -> str:
+    """Why flash-attn-4 cannot be used here after all: what it raised, or how far it is from Triton; '' where it is good
+    or not in use. Two chunks of two rows are computed by both, one of them behind a cached prefix.
+    """
+    if kernels.prefill != ops.FLASH:
+        return ""
+    generator = torch.Generator(device).manual_seed(0)
+    size = (9, block_size, 1, head_dim)
+    k_cache, v_cache = (torch.randn(size, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    q = torch.randn(48, 2, head_dim, device=device, dtype=dtype, generator=generator)
+    table = torch.arange(1, 9, dtype=torch.int32, device=device).view(2, 4)
+    lens, starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([3 * block_size + 5, 20], [0, 28, 48]))
+    chunks = (table, lens, starts, torch.empty(1, dtype=torch.uint8, device=device).expand(32))
+    try:
+        ours = kernels.attend(q, k_cache, v_cache, (), chunks, scale=head_dim**-0.5).float()
+        expected = without_flash(kernels).attend(q, k_cache, v_cache, (), chunks, scale=head_dim**-0.5).float()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    off = ((ours - expected).norm() / expected.norm()).item()
+    return "" if off < 2e-2 else f"its result is {off:.0%} off"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,8 @@ log = logging.getLogger("funcllm")
 
 Prompt = str | Sequence[int]
 
-_UPDATE_LAYERS, _UPDATE_PARAMS = RunnerMethod("update_layers"), RunnerMethod("update_params")
+_UPDATE_LAYERS: Callable[..., Any] = RunnerMethod("update_layers")
+_UPDATE_PARAMS: Callable[..., Any] = RunnerMethod("update_params")
 _UPDATE_BYTES = 256 << 20  # of weights sent to the ranks at a time
 
 
@@ -200,6 +201,7 @@ class Engine:
         params = _sampling_list(sampling, len(batch))
         results: dict[int, Output] = {}
         pending: dict[int, int] = {}
+        others: list[int] = []  # requests submitted elsewhere, which the next `step` tells of
         try:
             for index, (prompt, one) in enumerate(zip(batch, params)):
                 try:
@@ -211,14 +213,17 @@ class Engine:
             with GenerateProgress(len(pending), self._scheduler.stats, enabled=progress) as bar:
                 while pending:
                     for request_id in self._step():
-                        if request_id in pending:
-                            index = pending.pop(request_id)
-                            results[index] = self._take(request_id, index)
+                        if request_id not in pending:
+                            others.append(request_id)
+                            continue
+                        index = pending.pop(request_id)
+                        results[index] = self._take(request_id, index)
                     bar.update(len(pending))
         finally:
             for request_id in pending:
                 self.abort(request_id)
                 self._requests.pop(request_id, None)
+            self._just_ended[:] = [*(i for i in self._just_ended if i not in pending), *others]
         return [results[index] for index in range(len(batch))]
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Delta]:
@@ -254,7 +259,7 @@ class Engine:
         )
         self._loop.submit(request)
         text = TextStream(
-            self.tokenizer.decoder(params.skip_special_tokens) if detokenize else lambda ids: "",
+            self._decoder(params) if detokenize else lambda ids: "",
             params.stop or (),
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
@@ -420,6 +425,10 @@ class Engine:
             raise ValueError("the prompt is empty; it needs at least one token")
         return np.asarray(token_ids, np.int32)
 
+    def _decoder(self, params: SamplingParams) -> Callable[[list[int]], str]:
+        assert self.tokenizer is not None, "only what has a tokenizer is decoded"
+        return self.tokenizer.decoder(params.skip_special_tokens)
+
     def _eos_ids(self) -> tuple[int, ...]:
         if self.config.eos_token_ids:
             return self.config.eos_token_ids
@@ -442,12 +451,16 @@ class Engine:
         return prefix_tag({**changed, **salt, **versions})
 
     def _step(self) -> list[int]:
-        return self._ended(self._loop.step())
+        self._apply_all(self._loop.step())
+        ended = list(self._just_ended)
+        self._just_ended.clear()
+        return ended
 
     def _drain(self) -> None:
-        self._ended(self._loop.drain())
+        """Reads every step under way; what ends thereby is told by the next `step`."""
+        self._apply_all(self._loop.drain())
 
-    def _ended(self, events: list[Event]) -> list[int]:
+    def _apply_all(self, events: list[Event]) -> None:
         for event in events:
             self._apply(event)
         if self._loop.failure is not None:
@@ -455,12 +468,10 @@ class Engine:
             if isinstance(failure, EngineError):
                 raise failure
             raise EngineError(f"a step failed: {type(failure).__name__}: {failure}") from failure
-        ended = list(self._just_ended)
-        self._just_ended.clear()
-        return ended
 
     def _apply(self, event: Event) -> None:
-        progress = self._requests.get(event.request_id)  # type: ignore[call-overload]
+        request_id = cast(int, event.request_id)
+        progress = self._requests.get(request_id)
         if progress is None or progress.finish_reason is not None:
             return
         token_ids = event.token_ids.tolist()
@@ -476,7 +487,7 @@ class Engine:
         if reason is not None:
             progress.pieces.append(progress.text.finish())
             progress.finish_reason, progress.error = reason, event.error or None
-            self._just_ended.append(event.request_id)  # type: ignore[arg-type]
+            self._just_ended.append(request_id)
 
     def _take(self, request_id: int, index: int) -> Output:
         progress = self._requests.pop(request_id)
@@ -690,7 +701,7 @@ def _defaults(config: ModelConfig) -> dict[str, Any]:
 def _batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     if isinstance(prompts, str):
         return [prompts], True
-    items = list(prompts)
+    items: list[Any] = list(prompts)
     if items and all(isinstance(item, (int, np.integer)) for item in items):
         return [items], True
     return items, False

@@ -19,6 +19,7 @@ Layout, in int32 words:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -197,19 +198,16 @@ def unpack(words: Ints) -> PackedPlan:
         "token_ids": header["num_tokens"],
         "extras": header["extras_words"],
     }
-    slices, start = {}, HEADER
+    slices: dict[str, Any] = {}
+    start = HEADER
     for name, size in sizes.items():
         slices[name] = slice(start, start + size)
         start += size
     if start != len(words):
         raise ValueError(f"the parts of a plan end at word {start}, the plan at {len(words)}")
-    return PackedPlan(
-        words=words,
-        filtered=bool(header["filtered"]),
-        **{k: header[k] for k in ("step", "num_decode", "num_chunks", "decode_bucket")},
-        **{k: header[k] for k in ("chunk_bucket", "token_bucket", "span")},
-        **slices,
-    )
+    names = ("step", "num_decode", "num_chunks", "decode_bucket", "chunk_bucket", "token_bucket", "span")
+    numbers: dict[str, Any] = {name: header[name] for name in names}
+    return PackedPlan(words=words, filtered=bool(header["filtered"]), **numbers, **slices)
 
 
 def admission_column(name: str) -> int:

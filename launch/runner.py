@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from funcllm.compile import Graph, compile_unit, num_compiled
 from funcllm.config import ModelConfig
 from funcllm.group import Group, all_reduce
-from funcllm.kernels.bundle import Kernels, fast_kernels
+from funcllm.kernels.bundle import Kernels, fast_kernels, flash_fault, without_flash
 from funcllm.kernels.fast import copy_slots
 from funcllm.launch import memory
 from funcllm.launch.buckets import MIN_ROWS, Buckets
@@ -85,7 +85,8 @@ class RunOptions:
         return -(-self.max_model_len // self.block_size)
 
 
-class RunnerMethod(NamedTuple):
+@dataclass(frozen=True)
+class RunnerMethod:
     """A method of the Runner that `Engine` calls on every rank, in place of a function."""
 
     name: str
@@ -215,6 +216,12 @@ class Runner:
     def _choose_kernels(self) -> Kernels:
         options = self.options
         kernels = fast_kernels(self.device, options.config.head_dim, options.dtype, options.block_size)
+        reason = flash_fault(kernels, self.device, options.config.head_dim, options.dtype, options.block_size)
+        failed = all_reduce(torch.tensor(float(bool(reason)), device=self.device), self.group)
+        if failed.item() > 0:
+            self.notes.append(f"prefill: Triton, since flash-attn-4 failed its check ({reason or 'on another rank'})")
+            log.warning(self.notes[-1])
+            kernels = without_flash(kernels)
         if options.fusion:
             return kernels
         return replace(kernels, fused=frozenset(), decode_inputs=None, advance=None)
