@@ -1,4 +1,4 @@
-"""The engine on a GPU: judged against fp32, graphs against no graphs, seams under graphs. Real shapes, random weights."""
+"""The engine on GPUs: judged against fp32, graphs against no graphs, seams under graphs. Real shapes, random weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcllm.config import qwen3_config
+from funcllm.config import ModelConfig, qwen3_config
 from funcllm.launch.engine import Engine, Output
 from funcllm.launch.request import SamplingParams
 from funcllm.layers import swiglu
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 
 CONFIG = replace(qwen3_config("0.6b", num_layers=4), eos_token_ids=())
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SHAPES = [("0.6b", 1), ("0.6b", 2), ("8b", 1), ("8b", 2)]
 
 
 def prompts() -> list[list[int]]:
@@ -28,31 +29,44 @@ def prompts() -> list[list[int]]:
     return [torch.randint(0, 10_000, (n,), generator=generator).tolist() for n in (7, 130, 33, 1, 257)]
 
 
-def run(layers: Layers = Layers(), sampling: SamplingParams = GREEDY, **options: Any) -> list[Output]:
+def run(
+    layers: Layers = Layers(), sampling: SamplingParams = GREEDY, config: ModelConfig = CONFIG, **options: Any
+) -> list[Output]:
     options = {"max_num_seqs": 8, "max_model_len": 1024, "kv_blocks": 400, "max_num_batched_tokens": 256} | options
-    with Engine(config=CONFIG, random_weights=True, seed=5, layers=layers, device="cuda", **options) as engine:
+    with Engine(config=config, random_weights=True, seed=5, layers=layers, device="cuda", **options) as engine:
         outputs = engine.generate(prompts(), sampling)
         assert not engine.describe()["notes"], engine.describe()["notes"]
         assert options.get("graphs", True) == (engine.describe()["graphs"] > 0)
     return outputs
 
 
-def whole_logits(output: Output, dtype: torch.dtype) -> Tensor:
+def reference_params(config: ModelConfig) -> Any:
+    """The weights that the engine has, in bfloat16, on one GPU."""
+    return init_params(param_specs(config), seed=5, device="cuda", dtype=torch.bfloat16)
+
+
+def whole_logits(output: Output, config: ModelConfig, params: Any, dtype: torch.dtype) -> Tensor:
     """Reference logits at the tokens that produced the output's tokens."""
-    params = init_params(param_specs(CONFIG), seed=5, device="cuda", dtype=torch.bfloat16)
-    params = torch.utils._pytree.tree_map(lambda x: x.to(dtype), params)
+    wide = torch.utils._pytree.tree_map(lambda x: x.to(dtype), params)
     ids = torch.tensor(output.prompt_token_ids + output.token_ids[:-1], device="cuda")
     with torch.no_grad():
-        return logits(params, ids, config=CONFIG)[len(output.prompt_token_ids) - 1 :].float()
+        return logits(wide, ids, config=config)[len(output.prompt_token_ids) - 1 :].float()
 
 
-def test_logits_are_as_near_to_fp32_as_the_bf16_reference() -> None:
-    for output in run(Layers().capture("logits")):
-        exact = whole_logits(output, torch.float32)
-        noise = (whole_logits(output, torch.bfloat16) - exact).square().mean().sqrt()
+@pytest.mark.parametrize(("size", "tp"), SHAPES, ids=[f"{size}-tp{tp}" for size, tp in SHAPES])
+def test_logits_are_as_near_to_fp32_as_the_bf16_reference(size: str, tp: int) -> None:
+    """Teacher-forced: at each position, given the same tokens before. At tp 2 rank 0's half of the logits is seen."""
+    if torch.cuda.device_count() < tp:
+        pytest.skip(f"needs {tp} GPUs")
+    config = replace(qwen3_config(size, num_layers=4), eos_token_ids=())
+    outputs = run(Layers().capture("logits"), config=config, tp=tp, compile=tp == 1)
+    params = reference_params(config)
+    for output in outputs:
+        exact = whole_logits(output, config, params, torch.float32)
+        noise = (whole_logits(output, config, params, torch.bfloat16) - exact).square().mean().sqrt()
         ours = output.captured["logits"].to(exact.device)
-        assert ours.shape == exact.shape
-        assert (ours - exact).square().mean().sqrt() <= 1.5 * noise
+        assert ours.shape == (len(output.token_ids), config.vocab_size // tp)
+        assert (ours - exact[:, : ours.shape[1]]).square().mean().sqrt() <= 1.5 * noise
         chosen = exact.gather(1, torch.tensor(output.token_ids, device=exact.device)[:, None])[:, 0]
         assert (exact.amax(1) - chosen <= 4 * noise).all()
 
@@ -73,16 +87,21 @@ def test_depth_does_not_change_tokens() -> None:
     assert results[0] == results[1] == results[2]
 
 
-def test_a_swapped_mlp_and_an_edit_run_under_graphs() -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_swapped_mlp_and_an_edit_run_under_graphs(tp: int) -> None:
+    if torch.cuda.device_count() < tp:
+        pytest.skip(f"needs {tp} GPUs")
+
     def half(x_td: Tensor, params: Any, context: Any, /) -> Tensor:
         return swiglu(x_td, params, context) * 0.5
 
     def halve(x: Tensor, context: Any, /) -> Tensor:
         return x * 0.5
 
-    swapped = run(Layers(mlp=half).capture("logits"))
-    edited = run(Layers().edit("layers.*.mlp.out", halve).capture("logits"))
-    plain = run(Layers().capture("logits"))
+    options: dict[str, Any] = {"tp": tp, "compile": tp == 1}
+    swapped = run(Layers(mlp=half).capture("logits"), **options)
+    edited = run(Layers().edit("layers.*.mlp.out", halve).capture("logits"), **options)
+    plain = run(Layers().capture("logits"), **options)
     for ours, other, default in zip(swapped, edited, plain):
         first = [o.captured["logits"][0] for o in (ours, other, default)]
         assert (first[0] - first[1]).abs().max() < 0.05 * first[0].abs().max()
