@@ -1,4 +1,4 @@
-"""The engine on GPUs: judged against fp32, graphs against no graphs, seams under graphs. Real shapes, random weights."""
+"""The engine on GPUs: judged against fp32, graphs against none, seams under graphs. Real shapes, random weights."""
 
 from __future__ import annotations
 
