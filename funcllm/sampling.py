@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from funcllm.group import all_reduce, all_reduce_max
 from funcllm.kernels import reference
-from funcllm.kernels.sampler import threshold
+from funcllm.kernels.reference import forbid
+from funcllm.kernels.sampler import identity, threshold
 from funcllm.layers import vocab_ids
-from funcllm.types import Context, Filters
+from funcllm.types import Context, Filters, SamplingInputs
 
 
 def sample(logits_lv: Tensor, context: Context, /) -> tuple[Tensor, dict[str, Tensor]]:
@@ -26,34 +26,33 @@ def sample(logits_lv: Tensor, context: Context, /) -> tuple[Tensor, dict[str, Te
     left, then min-p; and the Gumbel-max choice among the rest.
     """
     sampling = context.inputs.sampling
-    assert sampling != (), "a step without sampling inputs cannot sample"
+    assert isinstance(sampling, SamplingInputs), "a step without sampling inputs cannot sample"
     first_id, num_ids = vocab_ids(context)
     keys_l2 = sampling.noise_keys_l2
     if not isinstance(keys_l2, Tensor):
         keys_l2 = reference.noise_keys(sampling.seed_l, sampling.positions_l)
     threshold_l: Tensor | tuple[()] = ()
+    forbidden: dict[str, Tensor] = {}
     if isinstance(sampling.filters, Filters):
-        logits_lv = forbid(logits_lv, sampling.filters.forbidden_ls, first_id)
+        filters = sampling.filters
+        is_alone = context.group.size == 1
         threshold_l = threshold(
             logits_lv,
             sampling.temperature_l,
-            sampling.filters.top_k_l,
-            sampling.filters.top_p_l,
-            sampling.filters.min_p_l,
+            filters.top_k_l,
+            filters.top_p_l,
+            filters.min_p_l,
             first_id,
             num_ids,
-            partial(all_reduce, group=context.group),
-            partial(all_reduce_max, group=context.group),
+            identity if is_alone else partial(all_reduce, group=context.group),
+            identity if is_alone else partial(all_reduce_max, group=context.group),
+            filters.forbidden_ls,
         )
-    key_l = context.kernels.pick(logits_lv, sampling.temperature_l, keys_l2, threshold_l, first_id, num_ids)
+        forbidden = {"forbidden_ls": filters.forbidden_ls}
+    key_l = context.kernels.pick(
+        logits_lv, sampling.temperature_l, keys_l2, threshold_l, first_id, num_ids, **forbidden
+    )
     return reference.token_of(all_reduce_max(key_l, context.group)), {}
 
 
-def forbid(logits_lv: Tensor, forbidden_ls: Tensor, first_id: int) -> Tensor:
-    """The logits with -inf at each row's forbidden ids; ids of other ranks and -1 are passed over."""
-    num_columns = logits_lv.shape[1]
-    local_ls = forbidden_ls.long() - first_id
-    outside_ls = (forbidden_ls < 0) | (local_ls < 0) | (local_ls >= num_columns)
-    padded_lv = torch.nn.functional.pad(logits_lv, (0, 1))
-    where_ls = torch.where(outside_ls, num_columns, local_ls)
-    return padded_lv.scatter(1, where_ls, float("-inf"))[:, :num_columns].contiguous()
+__all__ = ["forbid", "sample"]

@@ -82,12 +82,13 @@ def pick(
     first_id: int,
     num_ids: int,
     *,
+    forbidden_ls: Tensor | tuple[()] = (),
     pdl: bool = False,
 ) -> Tensor:
     """This shard's winner of every row as an int64 key (see reference.pick); without ids, the smallest int64."""
     refuse_transforms("pick", logits_lv)
     return torch.ops.funcllm.pick.default(
-        logits_lv, temperature_l, keys_l2, _or_none(threshold_l), first_id, num_ids, pdl
+        logits_lv, temperature_l, keys_l2, _or_none(threshold_l), first_id, num_ids, pdl, _or_none(forbidden_ls)
     )
 
 

@@ -154,10 +154,13 @@ def _pick_cpu(
     first_id: int,
     num_ids: int,
     pdl: bool = False,
+    forbidden: Tensor | None = None,
 ) -> Tensor:
     if num_ids == 0:
         return torch.full((logits.shape[0],), torch.iinfo(torch.int64).min, device=logits.device)
-    return reference.pick(logits, temperature, keys, () if threshold is None else threshold, first_id, num_ids)
+    forbidden_ls = () if forbidden is None or not bool((forbidden >= 0).any()) else forbidden
+    limit: Tensor | tuple[()] = () if threshold is None else threshold
+    return reference.pick(logits, temperature, keys, limit, first_id, num_ids, forbidden_ls=forbidden_ls)
 
 
 def _pick_cuda(
@@ -168,8 +171,9 @@ def _pick_cuda(
     first_id: int,
     num_ids: int,
     pdl: bool = False,
+    forbidden: Tensor | None = None,
 ) -> Tensor:
-    return triton_sampler.pick(logits, temperature, keys, threshold, first_id, num_ids, pdl=pdl)
+    return triton_sampler.pick(logits, temperature, keys, threshold, first_id, num_ids, forbidden, pdl=pdl)
 
 
 define(
@@ -180,7 +184,7 @@ define(
 )
 define(
     "pick(Tensor logits, Tensor temperature, Tensor keys, Tensor? threshold, SymInt first_id, SymInt num_ids, "
-    "bool pdl=False) -> Tensor",
+    "bool pdl=False, Tensor? forbidden=None) -> Tensor",
     cpu=_pick_cpu,
     fake=lambda logits, *_, **__: _new(logits, (logits.shape[0],), torch.int64),
     cuda=_pick_cuda if ON_GPU else None,

@@ -10,22 +10,31 @@ from funcllm.kernels import radix
 from funcllm.kernels.ops_fused import ON_GPU, define
 
 if ON_GPU:
-    from funcllm.kernels import triton_radix
+    from funcllm.kernels import triton_candidates, triton_radix
 
 
-def _histogram_fake(logits: Tensor, num_ids: int, prefix: Tensor, index: int, *_: Any) -> Tensor:
+def _histogram_fake(
+    logits: Tensor, forbidden: Tensor, first_id: int, num_ids: int, prefix: Tensor, index: int, *_: Any
+) -> Tensor:
     return prefix.new_empty((logits.shape[0], 1 << radix.DIGITS[index][1]))
 
 
 define(
-    "largest_logit(Tensor logits, SymInt num_ids) -> Tensor",
+    "filter_threshold(Tensor logits, Tensor forbidden, SymInt first_id, SymInt num_ids, Tensor temperature, "
+    "Tensor top_k, Tensor top_p, Tensor min_p) -> (Tensor, Tensor)",
+    cpu=radix.threshold_alone,
+    fake=lambda logits, *_: (logits.new_empty(logits.shape[0]), logits.new_empty(logits.shape[0])),
+    cuda=triton_candidates.threshold if ON_GPU else None,
+)
+define(
+    "largest_logit(Tensor logits, Tensor forbidden, SymInt first_id, SymInt num_ids) -> Tensor",
     cpu=radix.largest,
-    fake=lambda logits, num_ids: logits.new_empty(logits.shape[0]),
+    fake=lambda logits, *_: logits.new_empty(logits.shape[0]),
     cuda=triton_radix.largest if ON_GPU else None,
 )
 define(
-    "radix_histogram(Tensor logits, SymInt num_ids, Tensor prefix, int index, Tensor floor, Tensor largest, "
-    "Tensor heat, bool by_mass) -> Tensor",
+    "radix_histogram(Tensor logits, Tensor forbidden, SymInt first_id, SymInt num_ids, Tensor prefix, int index, "
+    "Tensor floor, Tensor largest, Tensor heat, bool by_mass) -> Tensor",
     cpu=radix.histogram,
     fake=_histogram_fake,
     cuda=triton_radix.histogram if ON_GPU else None,

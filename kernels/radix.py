@@ -3,15 +3,19 @@
 A code is a logit's 32 bits as an unsigned number of the same order. Three passes of 11, 11 and 10 bits find a code:
 each adds up, for every value of the next digit, the columns whose higher digits are the row's prefix; a prefix of -1
 marks a row that does not ask. All sums are of integers, so neither the order of columns nor their split over ranks
-matters.
+matters. A NaN logit and one of a forbidden id count as -inf.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from funcllm.kernels.reference import ordered_bits
+from funcllm.kernels.reference import forbid, ordered_bits
+
+Reduce = Callable[[Tensor], Tensor]
 
 DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of the passes
 MASS_BITS = 40  # the most probable id has mass 2^40: 2^22 columns fit into int64
@@ -27,16 +31,95 @@ EXP2_COEFFICIENTS = (  # 2^f on [0, 1), relative error 2e-9 before rounding; fit
 )
 
 
-def largest(logits_lv: Tensor, num_ids: int) -> Tensor:
-    """The largest logit of each row among the first num_ids that is not NaN; -inf where there is none."""
-    logits_lv = logits_lv[:, :num_ids]
-    floor_l1 = logits_lv.new_full((logits_lv.shape[0], 1), float("-inf"))
-    numbers_lv = torch.where(torch.isnan(logits_lv), float("-inf"), logits_lv)
+def threshold(
+    logits_lv: Tensor,
+    forbidden_ls: Tensor,
+    first_id: int,
+    num_ids: int,
+    temperature_l: Tensor,
+    top_k_l: Tensor,
+    top_p_l: Tensor,
+    passes: tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]],
+    reduce_sum: Reduce,
+    reduce_max: Reduce,
+) -> tuple[Tensor, Tensor]:
+    """(what top-k and top-p let through at the least, -inf where a row does not ask; the largest logit) of each row.
+
+    passes: the functions `largest`, `histogram` and `select`, or ops of the same contract.
+    """
+    largest, histogram, select = passes
+    sampled_l = temperature_l > 0
+    heat_l = torch.where(sampled_l, temperature_l, 1.0)
+    largest_l = reduce_max(largest(logits_lv, forbidden_ls, first_id, num_ids))
+
+    def find(on_l: Tensor, floor_l: Tensor, by_mass: bool, target: Callable[[Tensor], Tensor]) -> Tensor:
+        """The largest code at or above which columns (or mass) reach the target; 0 where the row does not ask."""
+        prefix_l = torch.where(sampled_l & on_l, 0, -1)
+        missing_l = prefix_l
+        for index in range(len(DIGITS)):
+            histogram_lx = reduce_sum(
+                histogram(
+                    logits_lv, forbidden_ls, first_id, num_ids, prefix_l, index, floor_l, largest_l, heat_l, by_mass
+                )
+            )
+            if index == 0:
+                missing_l = target(histogram_lx).clamp(min=1)
+            prefix_l, missing_l = select(histogram_lx, missing_l, prefix_l)
+        return prefix_l.clamp(min=0)
+
+    zero_l = torch.zeros_like(top_k_l, dtype=torch.int64)
+    code_l = find(top_k_l > 0, zero_l, False, lambda counts_lx: top_k_l.long())
+    code_p_l = find(
+        top_p_l < 1, code_l, True, lambda mass_lx: (top_p_l.double() * mass_lx.sum(-1)).ceil().to(torch.int64)
+    )
+    code_l = torch.maximum(code_l, code_p_l)
+    return torch.where(code_l > 0, logit_of(code_l), float("-inf")), largest_l
+
+
+def threshold_alone(
+    logits_lv: Tensor,
+    forbidden_ls: Tensor,
+    first_id: int,
+    num_ids: int,
+    temperature_l: Tensor,
+    top_k_l: Tensor,
+    top_p_l: Tensor,
+    min_p_l: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`threshold` where one rank has all columns. The largest logit is given where a row asks for a filter, else -inf.
+
+    A top-k above the number of columns asks for nothing. What no filter may see is replaced once, ahead of the passes.
+    """
+    numbers_lv = _numbers(logits_lv, forbidden_ls, first_id, num_ids)
+    none_ls = forbidden_ls[:, :0]
+    value_l, largest_l = threshold(
+        numbers_lv,
+        none_ls,
+        first_id,
+        num_ids,
+        temperature_l,
+        top_k_l,
+        top_p_l,
+        (largest, histogram, select),
+        lambda x: x,
+        lambda x: x,
+    )
+    by_count_l = (top_k_l > 0) & (top_k_l <= num_ids)
+    asks_l = (temperature_l > 0) & (by_count_l | (top_p_l < 1) | (min_p_l > 0))
+    return value_l, torch.where(asks_l, largest_l, float("-inf"))
+
+
+def largest(logits_lv: Tensor, forbidden_ls: Tensor, first_id: int, num_ids: int) -> Tensor:
+    """The largest logit of each row among the first num_ids; -inf where there is none."""
+    numbers_lv = _numbers(logits_lv, forbidden_ls, first_id, num_ids)
+    floor_l1 = numbers_lv.new_full((numbers_lv.shape[0], 1), float("-inf"))
     return torch.cat([numbers_lv, floor_l1], dim=-1).amax(dim=-1)
 
 
 def histogram(
     logits_lv: Tensor,
+    forbidden_ls: Tensor,
+    first_id: int,
     num_ids: int,
     prefix_l: Tensor,
     index: int,
@@ -51,7 +134,7 @@ def histogram(
     so they are gathered. (Their number is read on the host: this runs inside an op, on CPU.)
     """
     shift, bits = DIGITS[index]
-    logits_lv = logits_lv[:, :num_ids]
+    logits_lv = _numbers(logits_lv, forbidden_ls, first_id, num_ids)
     low_l = torch.where(prefix_l < 0, 1, prefix_l << (shift + bits))
     high_l = torch.where(prefix_l < 0, 0, low_l + (1 << (shift + bits)) - 1)
     if by_mass:
@@ -106,3 +189,16 @@ def masses(logits: Tensor, largest: Tensor, heat: Tensor) -> Tensor:
         power = power * fraction + coefficient
     mantissa = (power * float(1 << MASS_BITS)).long()
     return mantissa >> (-whole).long().clamp(max=63)
+
+
+def _numbers(logits_lv: Tensor, forbidden_ls: Tensor, first_id: int, num_ids: int) -> Tensor:
+    """The first num_ids columns, -inf where a logit is NaN or its id forbidden; copied only where there is such a one.
+
+    Its questions are answered on the host: this runs inside an op, on CPU.
+    """
+    numbers_lv = logits_lv[:, :num_ids]
+    if bool((forbidden_ls >= 0).any()):
+        numbers_lv = forbid(numbers_lv, forbidden_ls, first_id)
+    if numbers_lv.numel() and bool(torch.isnan(numbers_lv.sum())):
+        numbers_lv = torch.where(torch.isnan(numbers_lv), float("-inf"), numbers_lv)
+    return numbers_lv

@@ -5,6 +5,8 @@ Shape letters are those of funcllm/types.py. Nothing here reads a tensor's value
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
@@ -53,7 +55,7 @@ def attend(
     out_tnh = torch.zeros_like(q_tnh)
     token_t = torch.arange(q_tnh.shape[0], device=q_tnh.device)
     num_decode = decode[0].shape[0] if decode else 0
-    options = {"scale": scale, "window": window, "softcap": softcap, "sinks_n": sinks_n}
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks_n": sinks_n}
     if decode:
         block_table_bm, kv_lens_b = decode
         rows = [
@@ -246,6 +248,8 @@ def pick(
     threshold_l: Tensor | tuple[()],
     first_id: int,
     num_ids: int,
+    *,
+    forbidden_ls: Tensor | tuple[()] = (),
 ) -> Tensor:
     """This shard's winner of every row as an int64 key; the largest key over all ranks wins.
 
@@ -253,11 +257,14 @@ def pick(
     where temperature is 0, else logit / temperature + noise; logits below threshold_l (in logit units, inclusive) do
     not take part. Key: ordered bits of the score in the high word, 2^32 - 1 - id in the low one, so that the lowest id
     wins a tie. A NaN logit among the columns makes the high word of the key 2^31 - 1. Without ids: the smallest int64.
+    forbidden_ls: int32 ids whose logits count as -inf; -1 is none, ids of other shards are passed over.
     """
     if num_ids == 0:
         return torch.full((logits_lv.shape[0],), torch.iinfo(torch.int64).min, device=logits_lv.device)
     ids_v = first_id + torch.arange(num_ids, device=logits_lv.device)
     logits_lv = logits_lv[:, :num_ids]
+    if isinstance(forbidden_ls, Tensor):
+        logits_lv = forbid(logits_lv, forbidden_ls, first_id)
     greedy_l1 = (temperature_l <= 0)[:, None]
     heat_l1 = torch.where(temperature_l <= 0, 1.0, temperature_l)[:, None]
     noisy_lv = logits_lv / heat_l1 + gumbel_noise(keys_l2, ids_v)
@@ -267,6 +274,16 @@ def pick(
     high_lv = torch.where(torch.isnan(logits_lv), 0x7FFFFFFF, ordered_bits(score_lv)).long()
     key_lv = (high_lv << 32) | (_MASK32 - ids_v.long())
     return key_lv.amax(dim=-1)
+
+
+def forbid(logits_lv: Tensor, forbidden_ls: Tensor, first_id: int) -> Tensor:
+    """The logits with -inf at each row's forbidden ids; ids of other ranks and -1 are passed over."""
+    num_columns = logits_lv.shape[1]
+    local_ls = forbidden_ls.long() - first_id
+    outside_ls = (forbidden_ls < 0) | (local_ls < 0) | (local_ls >= num_columns)
+    padded_lv = torch.nn.functional.pad(logits_lv, (0, 1))
+    where_ls = torch.where(outside_ls, num_columns, local_ls)
+    return padded_lv.scatter(1, where_ls, float("-inf"))[:, :num_columns].contiguous()
 
 
 def token_of(key_l: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from funcllm.kernels import radix
+from funcllm.kernels.triton_sampler import any_forbidden, without_forbidden
 
 _BLOCK = 4096
 _PROGRAMS = 1024  # wanted in all, over rows and splits of the vocabulary
@@ -24,20 +25,31 @@ _C0, _C1, _C2, _C3, _C4, _C5, _C6 = (tl.constexpr(c) for c in radix.EXP2_COEFFIC
 _MASS_ONE = tl.constexpr(float(1 << radix.MASS_BITS))
 
 
-def largest(logits_lv: Tensor, num_ids: int) -> Tensor:
+def largest(logits_lv: Tensor, forbidden_ls: Tensor, first_id: int, num_ids: int) -> Tensor:
     """radix.largest."""
     rows = logits_lv.shape[0]
     splits, span = _split(rows, num_ids)
     part_ls = torch.empty((rows, splits), dtype=torch.float32, device=logits_lv.device)
     if rows:
         _largest_kernel[(rows, splits)](
-            logits_lv, part_ls, logits_lv.stride(0), num_ids, span, BLOCK=_BLOCK, **_OPTIONS
+            logits_lv,
+            forbidden_ls.contiguous(),
+            part_ls,
+            logits_lv.stride(0),
+            first_id,
+            num_ids,
+            span,
+            NUM_FORBIDDEN=forbidden_ls.shape[1],
+            BLOCK=_BLOCK,
+            **_OPTIONS,
         )
     return part_ls.amax(-1)
 
 
 def histogram(
     logits_lv: Tensor,
+    forbidden_ls: Tensor,
+    first_id: int,
     num_ids: int,
     prefix_l: Tensor,
     index: int,
@@ -54,14 +66,17 @@ def histogram(
         splits, span = _split(rows, num_ids)
         _histogram_kernel[(rows, splits)](
             logits_lv,
+            forbidden_ls.contiguous(),
             prefix_l,
             floor_l,
             largest_l,
             heat_l,
             histogram_lx,
             logits_lv.stride(0),
+            first_id,
             num_ids,
             span,
+            NUM_FORBIDDEN=forbidden_ls.shape[1],
             SHIFT=shift,
             BITS=bits,
             BY_MASS=by_mass,
@@ -93,22 +108,43 @@ def _split(rows: int, num_ids: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _largest_kernel(logits_ptr, out_ptr, stride, num_ids, span, BLOCK: tl.constexpr):
+def _largest_kernel(
+    logits_ptr,
+    forbidden_ptr,
+    out_ptr,
+    stride,
+    first_id,
+    num_ids,
+    span,
+    NUM_FORBIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0)
     part = tl.program_id(1)
     logits_ptr += row.to(tl.int64) * stride
+    forbidden_ptr += row * NUM_FORBIDDEN
+    narrowed = any_forbidden(forbidden_ptr, NUM_FORBIDDEN)
     begin = part * span
     end = tl.minimum(begin + span, num_ids)
     best_v = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(begin, end, BLOCK):
         at_v = start + tl.arange(0, BLOCK)
         x_v = tl.load(logits_ptr + at_v, mask=at_v < end, other=float("-inf"))
+        if narrowed:
+            x_v = without_forbidden(x_v, first_id + at_v, forbidden_ptr, NUM_FORBIDDEN)
         best_v = tl.maximum(best_v, tl.where(x_v == x_v, x_v, float("-inf")))
     tl.store(out_ptr + row * tl.num_programs(1) + part, tl.max(best_v, axis=0))
 
 
 @triton.jit
-def _mass(x_v, largest, octave):
+def octave_of(heat):
+    """How many octaves of probability one unit of a logit is worth, as [1]."""
+    one = tl.full((1,), 1.0, tl.float32)
+    return tl.div_rn(one * _LOG2_E, one * heat)
+
+
+@triton.jit
+def mass_of(x_v, largest, octave):
     """radix.masses, operation by operation."""
     octaves_v = (x_v - largest) * octave
     octaves_v = tl.where(x_v == largest, 0.0, octaves_v)
@@ -129,14 +165,17 @@ def _mass(x_v, largest, octave):
 @triton.jit
 def _histogram_kernel(
     logits_ptr,
+    forbidden_ptr,
     prefix_ptr,
     floor_ptr,
     largest_ptr,
     heat_ptr,
     out_ptr,
     stride,
+    first_id,
     num_ids,
     span,
+    NUM_FORBIDDEN: tl.constexpr,
     SHIFT: tl.constexpr,
     BITS: tl.constexpr,
     BY_MASS: tl.constexpr,
@@ -149,14 +188,19 @@ def _histogram_kernel(
         end = tl.minimum(begin + span, num_ids)
         logits_ptr += row.to(tl.int64) * stride
         out_ptr += row.to(tl.int64) * (1 << BITS)
+        forbidden_ptr += row * NUM_FORBIDDEN
+        narrowed = any_forbidden(forbidden_ptr, NUM_FORBIDDEN)
         floor = tl.load(floor_ptr + row)
         largest = tl.load(largest_ptr + row)
-        octave = tl.div_rn(_LOG2_E + tl.zeros((1,), tl.float32), tl.load(heat_ptr + row) + tl.zeros((1,), tl.float32))
+        octave = octave_of(tl.load(heat_ptr + row))
         counts_x = tl.zeros((1 << BITS,), tl.int32)
         for start in range(begin, end, BLOCK):
             at_v = start + tl.arange(0, BLOCK)
             live_v = at_v < end
             x_v = tl.load(logits_ptr + at_v, mask=live_v, other=0.0)
+            if narrowed:
+                x_v = without_forbidden(x_v, first_id + at_v, forbidden_ptr, NUM_FORBIDDEN)
+            x_v = tl.where(x_v == x_v, x_v, float("-inf"))
             bits_v = x_v.to(tl.int32, bitcast=True)
             code_v = (bits_v ^ ((bits_v >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
             part_v = live_v & ((code_v >> (SHIFT + BITS)) == prefix)
@@ -165,7 +209,7 @@ def _histogram_kernel(
             if tl.max(part_v.to(tl.int32), axis=0) > 0:
                 digit_v = ((code_v >> SHIFT) & ((1 << BITS) - 1)).to(tl.int32)
                 if BY_MASS:
-                    mass_v = _mass(x_v, largest, octave)
+                    mass_v = mass_of(x_v, largest, octave)
                     tl.atomic_add(out_ptr + digit_v, mass_v, mask=part_v & (mass_v > 0), sem="relaxed")
                 else:
                     counts_x += tl.histogram(digit_v, 1 << BITS, mask=part_v)
@@ -193,20 +237,29 @@ def _select_kernel(histogram_ptr, missing_ptr, prefix_ptr, next_ptr, left_ptr, B
 
 def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """(name, kernel, signature, constants, options) of representative launches, to be compiled for sm_90 in tests."""
-    signature = {"logits_ptr": "*fp32", "prefix_ptr": "*i64", "floor_ptr": "*i64", "largest_ptr": "*fp32"}
+    signature = {
+        "logits_ptr": "*fp32",
+        "forbidden_ptr": "*i32",
+        "first_id": "i32",
+        "prefix_ptr": "*i64",
+        "floor_ptr": "*i64",
+        "largest_ptr": "*fp32",
+    }
     signature |= {"heat_ptr": "*fp32", "out_ptr": "*i64", "stride": "i32", "num_ids": "i32", "span": "i32"}
     histograms = [
         (
             f"histogram-{'mass' if by_mass else 'count'}-{index}",
             _histogram_kernel,
             signature,
-            {"SHIFT": radix.DIGITS[index][0], "BITS": radix.DIGITS[index][1], "BY_MASS": by_mass, "BLOCK": _BLOCK},
+            dict(zip(("SHIFT", "BITS"), radix.DIGITS[index]), NUM_FORBIDDEN=8, BY_MASS=by_mass, BLOCK=_BLOCK),
             {"num_warps": 8},
         )
         for by_mass, index in ((False, 0), (False, 2), (True, 0))
     ]
     pointers = ("histogram_ptr", "missing_ptr", "prefix_ptr", "next_ptr", "left_ptr")
     select_variant = ("select", _select_kernel, dict.fromkeys(pointers, "*i64"), {"BINS": 2048}, {"num_warps": 4})
-    signature = {"logits_ptr": "*fp32", "out_ptr": "*fp32", "stride": "i32", "num_ids": "i32", "span": "i32"}
-    largest_variant = ("largest-logit", _largest_kernel, signature, {"BLOCK": _BLOCK}, {"num_warps": 8})
+    signature = {"logits_ptr": "*fp32", "forbidden_ptr": "*i32", "out_ptr": "*fp32"}
+    signature |= dict.fromkeys(("stride", "first_id", "num_ids", "span"), "i32")
+    constants = {"NUM_FORBIDDEN": 8, "BLOCK": _BLOCK}
+    largest_variant = ("largest-logit", _largest_kernel, signature, constants, {"num_warps": 8})
     return [*histograms, select_variant, largest_variant]

@@ -36,6 +36,7 @@ def pick(
     threshold_l: Tensor | None,
     first_id: int,
     num_ids: int,
+    forbidden_ls: Tensor | None = None,
     *,
     pdl: bool = False,
     interpreted: bool = False,
@@ -52,11 +53,13 @@ def pick(
         temperature_l,
         keys_l2.contiguous(),
         temperature_l if threshold_l is None else threshold_l,
+        keys_l2 if forbidden_ls is None else forbidden_ls.contiguous(),
         key_ls,
         logits_lv.stride(0),
         first_id,
         num_ids,
         span,
+        NUM_FORBIDDEN=0 if forbidden_ls is None else forbidden_ls.shape[1],
         HAS_THRESHOLD=threshold_l is not None,
         LIBDEVICE=not interpreted,
         BLOCK=_BLOCK,
@@ -133,16 +136,35 @@ def _keys(score, x, id_v):
 
 
 @triton.jit
+def any_forbidden(forbidden_ptr, NUM: tl.constexpr):
+    """Whether a row, whose NUM forbidden ids start at the pointer, has one that is not -1."""
+    last = tl.full((), -1, tl.int32)
+    for index in tl.static_range(NUM):
+        last = tl.maximum(last, tl.load(forbidden_ptr + index))
+    return last >= 0
+
+
+@triton.jit
+def without_forbidden(x_v, id_v, forbidden_ptr, NUM: tl.constexpr):
+    """The logits with -inf at a row's forbidden ids."""
+    for index in tl.static_range(NUM):
+        x_v = tl.where(id_v == tl.load(forbidden_ptr + index), float("-inf"), x_v)
+    return x_v
+
+
+@triton.jit
 def _pick_kernel(
     logits_ptr,
     temperature_ptr,
     keys_ptr,
     threshold_ptr,
+    forbidden_ptr,
     out_ptr,
     stride,
     first_id,
     num_ids,
     span,
+    NUM_FORBIDDEN: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
     LIBDEVICE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -156,6 +178,8 @@ def _pick_kernel(
     logits_ptr += row.to(tl.int64) * stride
     heat = tl.load(temperature_ptr + row)
     threshold = tl.load(threshold_ptr + row) if HAS_THRESHOLD else 0.0
+    forbidden_ptr += row * NUM_FORBIDDEN
+    narrowed = any_forbidden(forbidden_ptr, NUM_FORBIDDEN)
     begin = part * span
     end = tl.minimum(begin + span, num_ids)
     at_v = tl.arange(0, BLOCK)
@@ -170,27 +194,34 @@ def _pick_kernel(
             live_v = column_v < end
             x = tl.load(logits_ptr + column_v, mask=live_v, other=float("-inf"))
             id_v = first_id + column_v
-            u = (_noise_bits(id_v, low_key, high_key).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-            octaves = 127.0 - u.to(tl.int32, bitcast=True).to(tl.float32) * 1.1920928955078125e-07
-            heated = x * inverse
-            heated = tl.maximum(heated * 1.000001, heated * 0.999999)
-            bound = heated + (octaves * _LOG_2 + 1e-4)
+            if narrowed:
+                x = without_forbidden(x, id_v, forbidden_ptr, NUM_FORBIDDEN)
+            useless = live_v == 0
             if HAS_THRESHOLD:
-                bound = tl.where(x < threshold, float("-inf"), bound)
-            hopeless = (bound < best_score) | (live_v == 0)
-            if tl.min(hopeless.to(tl.int32), axis=0) == 0:
-                score = tl.div_rn(x, heat) + _gumbel(u, LIBDEVICE)
-                if HAS_THRESHOLD:
-                    score = tl.where(x < threshold, float("-inf"), score)
-                key_v = tl.where(live_v, _keys(score, x, id_v), _LOWEST)
-                best = tl.maximum(best, tl.max(key_v, axis=0))
-                best_score = tl.maximum(best_score, tl.max(tl.where(score == score, score, float("-inf")), axis=0))
+                useless = useless | (x < threshold)
+            if (best == _LOWEST) | (tl.min(useless.to(tl.int32), axis=0) == 0):
+                u = (_noise_bits(id_v, low_key, high_key).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+                octaves = 127.0 - u.to(tl.int32, bitcast=True).to(tl.float32) * 1.1920928955078125e-07
+                heated = x * inverse
+                heated = tl.maximum(heated * 1.000001, heated * 0.999999)
+                bound = heated + (octaves * _LOG_2 + 1e-4)
+                hopeless = useless | (bound < best_score)
+                if (best == _LOWEST) | (tl.min(hopeless.to(tl.int32), axis=0) == 0):
+                    score = tl.div_rn(x, heat) + _gumbel(u, LIBDEVICE)
+                    if HAS_THRESHOLD:
+                        score = tl.where(x < threshold, float("-inf"), score)
+                    key_v = tl.where(live_v, _keys(score, x, id_v), _LOWEST)
+                    best = tl.maximum(best, tl.max(key_v, axis=0))
+                    number_v = tl.where(score == score, score, float("-inf"))
+                    best_score = tl.maximum(best_score, tl.max(number_v, axis=0))
     else:
         best_v = tl.full((BLOCK,), _LOWEST, tl.int64)
         for start in range(begin, end, BLOCK):
             column_v = start + at_v
             live_v = column_v < end
             x = tl.load(logits_ptr + column_v, mask=live_v, other=float("-inf"))
+            if narrowed:
+                x = without_forbidden(x, first_id + column_v, forbidden_ptr, NUM_FORBIDDEN)
             score = x
             if HAS_THRESHOLD:
                 score = tl.where(x < threshold, float("-inf"), score)
@@ -227,13 +258,21 @@ def _bits_kernel(keys_ptr, out_ptr, first_id, num_ids, BLOCK: tl.constexpr):
 def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """(name, kernel, signature, constants, options) of representative launches, to be compiled for sm_90 in tests."""
     signature = {"logits_ptr": "*fp32", "temperature_ptr": "*fp32", "keys_ptr": "*i64", "threshold_ptr": "*fp32"}
-    signature |= {"out_ptr": "*i64"} | dict.fromkeys(("stride", "first_id", "num_ids", "span"), "i32")
+    signature |= {"forbidden_ptr": "*i32", "out_ptr": "*i64"} | dict.fromkeys(
+        ("stride", "first_id", "num_ids", "span"), "i32"
+    )
     picks = [
         (
             f"pick-{'threshold' if has_threshold else 'plain'}",
             _pick_kernel,
             signature,
-            {"HAS_THRESHOLD": has_threshold, "LIBDEVICE": True, "BLOCK": _BLOCK, "PDL": has_threshold},
+            {
+                "NUM_FORBIDDEN": 8 * has_threshold,
+                "HAS_THRESHOLD": has_threshold,
+                "LIBDEVICE": True,
+                "BLOCK": _BLOCK,
+                "PDL": has_threshold,
+            },
             {"num_warps": 4},
         )
         for has_threshold in (False, True)

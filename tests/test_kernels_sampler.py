@@ -179,8 +179,17 @@ def triton_pick(*args: object) -> Tensor:
     return triton_sampler.pick(*args, interpreted=True)  # type: ignore[arg-type]
 
 
-def op_pick(logits: Tensor, temperature: Tensor, keys: Tensor, threshold: Tensor | None, *ids: int) -> Tensor:
-    return fused.pick(logits, temperature, keys, () if threshold is None else threshold, *ids)
+def op_pick(
+    logits: Tensor,
+    temperature: Tensor,
+    keys: Tensor,
+    threshold: Tensor | None,
+    first_id: int,
+    num_ids: int,
+    forbidden: Tensor | tuple[()] = (),
+) -> Tensor:
+    limit = () if threshold is None else threshold
+    return fused.pick(logits, temperature, keys, limit, first_id, num_ids, forbidden_ls=forbidden)
 
 
 Pick = Callable[..., Tensor]
@@ -257,6 +266,31 @@ def test_pick_marks_nan_and_bears_infinities(pick: Pick, temperature: float) -> 
 
 
 @pytest.mark.parametrize("pick", PICKS)
+@pytest.mark.parametrize("filtered", [False, True])
+def test_pick_passes_over_forbidden_ids(pick: Pick, filtered: bool) -> None:
+    logits, temperature, keys = pick_inputs(8, 2500)
+    logits[7, 3] = float("nan")
+    threshold = logits.nan_to_num(0.0).quantile(0.9, dim=1) if filtered else None
+    plain = reference.pick(logits, temperature, keys, () if threshold is None else threshold, 50, 2500)
+    forbidden = torch.full((8, 3), -1, dtype=torch.int32)
+    forbidden[:6, 1] = reference.token_of(plain)[:6]
+    forbidden[6], forbidden[7, 2] = torch.tensor([2, 2550, 49]), 53
+    limit = () if threshold is None else threshold
+    expected = reference.pick(logits, temperature, keys, limit, 50, 2500, forbidden_ls=forbidden)
+    winner = pick(logits, temperature, keys, threshold, 50, 2500, forbidden)
+    assert_same_keys(winner, expected)
+    assert (reference.token_of(winner) != reference.token_of(plain)).tolist() == [True] * 6 + [False, True]
+
+
+@pytest.mark.parametrize("pick", PICKS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_pick_takes_the_first_id_where_nothing_passes_the_threshold(pick: Pick, temperature: float) -> None:
+    logits, _, keys = pick_inputs(2, 5000)
+    winner = pick(logits, torch.full((2,), temperature), keys, torch.tensor([INF, 1e9]), 10, 5000)
+    assert reference.token_of(winner).tolist() == [10, 10]
+
+
+@pytest.mark.parametrize("pick", PICKS)
 def test_shards_agree_with_the_whole(pick: Pick) -> None:
     """C6, C8, C14: the largest key over shards is the whole's, padding columns never win, and a shard may be empty."""
     logits, temperature, keys = pick_inputs(4, 199)
@@ -298,7 +332,13 @@ def test_splits_cover_the_vocabulary() -> None:
 
 
 def threshold(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, ranks: int = 1
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    ranks: int = 1,
+    forbidden: Tensor | tuple[()] = (),
 ) -> list[Tensor]:
     """The threshold as each of `ranks` threads finds it over its shard of the columns."""
     import threading
@@ -333,6 +373,7 @@ def threshold(
             num_ids,
             reduce(lambda x: x.sum(0)),
             reduce(lambda x: x.amax(0)),
+            forbidden,
         )
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
@@ -497,14 +538,19 @@ def test_radix_kernels_are_their_twins_bit_for_bit(by_mass: bool, index: int) ->
     rows, columns, num_ids = 6, 4500, 4400
     logits = torch.randn(rows, columns, generator=torch.Generator().manual_seed(index)) * 5
     logits[0, :7], logits[1, :3000], logits[2, 9], logits[3, 4] = 2.5, -INF, INF, float("nan")
-    largest = triton_radix.largest(logits, num_ids)
-    assert torch.equal(largest, radix.largest(logits, num_ids))
+    forbidden = torch.full((rows, 3), -1, dtype=torch.int32)
+    forbidden[5] = torch.tensor([107, 4321 + 100, 99])
+    columns = (forbidden, 100, num_ids)
+    logits[5, 7] = 50.0
+    largest = triton_radix.largest(logits, *columns)
+    assert torch.equal(largest, radix.largest(logits, *columns))
+    assert largest[5] < 50.0
     shift, bits = radix.DIGITS[index]
     prefix = radix.code_of(logits[:, 4321]) >> (shift + bits)
     prefix[4] = -1
     floor = radix.code_of(logits.quantile(0.01, dim=-1).nan_to_num())
     heat = torch.tensor([0.01, 0.6, 1.0, 2.0, 1.0, 1.5])
-    arguments = (num_ids, prefix, index, floor, largest, heat, by_mass)
+    arguments = (*columns, prefix, index, floor, largest, heat, by_mass)
     ours, theirs = triton_radix.histogram(logits, *arguments), radix.histogram(logits, *arguments)
     assert torch.equal(ours, theirs)
     assert (ours.sum(-1) > 0).any()
@@ -519,7 +565,189 @@ def test_radix_kernels_are_their_twins_bit_for_bit(by_mass: bool, index: int) ->
 def test_radix_kernels_find_the_largest_of_a_shard_without_ids() -> None:
     from funcllm.kernels import triton_radix
 
-    assert triton_radix.largest(torch.ones(2, 8), 0).tolist() == [-INF, -INF]
+    none = torch.empty((2, 0), dtype=torch.int32)
+    assert triton_radix.largest(torch.ones(2, 8), none, 0, 0).tolist() == [-INF, -INF]
+
+
+Settings = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def settings_of(rows: int, temperature: object, top_k: object, top_p: object, min_p: object) -> Settings:
+    kinds = (torch.float32, torch.int32, torch.float32, torch.float32)
+    values = (temperature, top_k, top_p, min_p)
+    columns = [torch.as_tensor(value, dtype=kind).expand(rows).contiguous() for value, kind in zip(values, kinds)]
+    return columns[0], columns[1], columns[2], columns[3]
+
+
+def assert_gathering_finds_the_same(
+    logits: Tensor,
+    settings: Settings,
+    *,
+    forbidden: Tensor | None = None,
+    first_id: int = 0,
+    num_ids: int | None = None,
+    leftover: list[int] | None = None,
+) -> Tensor:
+    """The threshold by gathering, equal to the plain one; `leftover`: the rows that need passes over all columns."""
+    from funcllm.kernels import triton_candidates
+
+    none = torch.empty((len(logits), 0), dtype=torch.int32)
+    count = logits.shape[1] if num_ids is None else num_ids
+    arguments = (logits, none if forbidden is None else forbidden, first_id, count, *settings)
+    seen: list[Tensor] = []
+    kernel = triton_candidates._leftover_kernel
+
+    class Watched:
+        """The last kernel, seen from outside: which rows it is asked to work on."""
+
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            def launch(*args: Tensor, **options: object) -> None:
+                seen.append(args[7].clone())
+                kernel[grid](*args, **options)
+
+            return launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_candidates, "_PROGRAMS", 4 * len(logits))
+        patch.setattr(triton_candidates, "_leftover_kernel", Watched())
+        ours = triton_candidates.threshold(*arguments)
+    theirs = radix.threshold_alone(*arguments)
+    for mine, expected in zip(ours, theirs):
+        assert torch.equal(mine, expected)
+    if leftover is not None:
+        assert torch.nonzero(seen[0])[:, 0].tolist() == leftover
+    return ours[0]
+
+
+noisy = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinity - infinity
+
+
+def spread_logits(rows: int, columns: int, spread: float = 4.0) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns)) * spread
+
+
+@interpreted
+@noisy
+@pytest.mark.parametrize("columns", [7, 257, 5001])
+@pytest.mark.parametrize("spread", [0.5, 3.0, 30.0])
+def test_gathering_finds_the_threshold_at_any_setting(columns: int, spread: float) -> None:
+    settings = [
+        (temperature, top_k, top_p, min_p)
+        for temperature in (0.0, 0.3, 4.0)
+        for top_k in (-1, 1, 5, 50, 10**6)
+        for top_p in (0.013, 0.951, 1.0)
+        for min_p in (0.0, 0.0517)
+    ]
+    logits = spread_logits(len(settings), columns, spread)
+    logits[::5, ::3] = logits[::5, :1]
+    logits[::7, 1::2] = -INF
+    values = list(zip(*settings))
+    limit = assert_gathering_finds_the_same(logits, settings_of(len(settings), *map(list, values)))
+    assert torch.isfinite(limit).sum() > len(settings) / 3
+
+
+@interpreted
+@noisy
+def test_gathering_bears_strange_rows() -> None:
+    logits = spread_logits(8, 6000)
+    logits[0] = 1.5
+    logits[1] = -INF
+    logits[2, ::2] = -INF
+    logits[3, 7] = INF
+    logits[4, 5] = float("nan")
+    logits[5] = float("nan")
+    logits[6] = -0.0
+    logits[6, ::3] = 0.0
+    logits[7, :5990] = -INF
+    for top_k, top_p, leftover in ((20, 0.95, [0, 6]), (0, 0.5, [0, 6]), (3, 1.0, [0, 6]), (0, 1.0, [])):
+        settings = settings_of(8, 1.0, top_k, top_p, 0.1)
+        assert_gathering_finds_the_same(logits, settings, leftover=leftover)
+
+
+@interpreted
+@noisy
+def test_gathering_bears_every_top_k() -> None:
+    top_k = [1, 128, 129, 3000, 4096, 4097, 7999, 8000, 8001, 2**31 - 1]
+    logits = spread_logits(10, 8000)
+    for top_p in (1.0, 0.9):
+        settings = settings_of(10, 1.0, top_k, top_p, 0.0)
+        limit = assert_gathering_finds_the_same(logits, settings, leftover=[4, 5, 6, 7])
+        kept = (logits >= limit[:, None]).sum(-1).tolist()
+        if top_p == 1.0:
+            assert kept == [1, 128, 129, 3000, 4096, 4097, 7999, 8000, 8000, 8000]
+
+
+@interpreted
+@noisy
+def test_gathering_leaves_a_flat_or_tied_nucleus_to_the_passes() -> None:
+    logits = spread_logits(5, 20_000)
+    logits[1] *= 0.1
+    logits[2] = logits[2].round()
+    logits[3, :6000] = logits[3].max() + 1
+    logits[4, :4000] = logits[4].max() + 1
+    settings = settings_of(5, [1.0, 1.0, 1.0, 1.0, 1.0], [0, 0, 0, 20, 20], [0.9, 0.9, 0.9, 0.9, 0.9], 0.0)
+    limit = assert_gathering_finds_the_same(logits, settings, leftover=[1, 3])
+    kept = (logits >= limit[:, None]).sum(-1).tolist()
+    assert kept[1] > 10_000
+    assert kept[3:] == [6000, 4000]
+
+
+@interpreted
+@noisy
+@pytest.mark.parametrize("temperature", [1e-5, 1e-2, 100.0])
+def test_gathering_at_extreme_temperatures(temperature: float) -> None:
+    logits = spread_logits(4, 5000)
+    settings = settings_of(4, temperature, [0, 20, 600, 0], [0.95, 0.95, 0.95, 0.999], [0.0, 0.0, 0.0, 0.5])
+    assert_gathering_finds_the_same(logits, settings)
+
+
+@interpreted
+@noisy
+def test_gathering_passes_over_forbidden_ids_and_padding_columns() -> None:
+    logits = spread_logits(6, 9000)
+    logits[:, 8801:] = 100.0
+    best = logits[:, :8801].topk(3).indices.int() + 1000
+    forbidden = torch.full((6, 8), -1, dtype=torch.int32)
+    forbidden[:3, 2:5] = best[:3]
+    forbidden[3, 0], forbidden[4, 7] = 5, 9900
+    settings = settings_of(6, 1.0, [1, 5, 0, 700, 1, 3], [1.0, 0.9, 0.5, 1.0, 0.9, 1.0], 0.3)
+    limit = assert_gathering_finds_the_same(logits, settings, forbidden=forbidden, first_id=1000, num_ids=8801)
+    assert limit[0] == logits[0, :8801].topk(4).values[3]
+    assert (limit < 100.0).all()
+
+
+@interpreted
+def test_gathering_takes_shards_without_ids_and_batches_without_rows() -> None:
+    assert_gathering_finds_the_same(torch.ones(2, 8), settings_of(2, 1.0, 3, 0.5, 0.1), num_ids=0)
+    assert_gathering_finds_the_same(torch.ones(0, 8), settings_of(0, 1.0, 3, 0.5, 0.1))
+
+
+@compiled
+def test_groups_are_shared_evenly() -> None:
+    from funcllm.kernels.triton_candidates import GROUPS, split_groups
+
+    for rows in (1, 2, 3, 7, 64, 100, 256, 1024, 5000):
+        splits = split_groups(rows)
+        assert GROUPS % splits == 0
+        assert 32 <= GROUPS // splits <= 2048
+    assert [split_groups(rows) for rows in (2, 64, 256)] == [128, 16, 4]
+
+
+@compiled
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_forbidden_and_nan_logits_count_as_minus_infinity(ranks: int) -> None:
+    logits = spread_logits(4, 60)
+    logits[1, 9] = float("nan")
+    best = logits.nan_to_num(-50.0).topk(2).indices.int()
+    forbidden = torch.cat([best, torch.full((4, 2), -1, dtype=torch.int32)], dim=1)
+    settings = settings_of(4, 1.0, [3, 3, 0, 0], [1.0, 1.0, 0.5, 1.0], [0.0, 0.0, 0.0, 0.5])
+    cleared = logits.scatter(1, best.long(), -INF).nan_to_num(-INF, neginf=-INF)
+    [expected] = threshold(cleared, *settings)
+    for limit in threshold(logits, *settings, ranks=ranks, forbidden=forbidden):
+        assert torch.equal(limit, expected)
+    alone = sampler.threshold(logits, *settings, 0, 60, sampler.identity, sampler.identity, forbidden)
+    assert torch.equal(alone, expected)
+    assert (cleared >= expected[:, None]).sum(-1).tolist()[:2] == [3, 3]
 
 
 @compiled
@@ -539,6 +767,20 @@ def test_codes_keep_the_order_and_invert() -> None:
     assert code.min() >= 0
     assert code.max() < 2**32
     assert torch.equal(radix.logit_of(code).view(torch.int32), logits.view(torch.int32))
+
+
+@compiled
+@pytest.mark.slow
+def test_gathering_compiles_for_sm_90_without_spills() -> None:
+    from tests.test_kernels_sm90 import compile_module
+
+    variants = compile_module("triton_candidates")
+    assert {"maxima-2", "gather-256", "bound", "choose", "leftover"} <= set(variants)
+    for name, use in variants.items():
+        assert use["stack"] == use["local"] == 0, name
+        assert use["shared"] <= 48 * 1024, name
+        num_threads = 512 if name == "leftover" else 256 if name in ("bound", "choose") else 128
+        assert 0 < num_threads * use["registers"] <= 65536, name
 
 
 # --- Triton on a CPU -------------------------------------------------------------------------------------------------
