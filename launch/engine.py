@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from funcllm.config import ModelConfig, validate_tp
 from funcllm.launch.buckets import make_buckets
@@ -33,7 +34,7 @@ from funcllm.launch.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, w
 from funcllm.qwen3 import qwen3
 from funcllm.record import Layers
 from funcllm.specs import named, whole
-from funcllm.types import Component, Extra, Model, PyTree
+from funcllm.types import Component, Extra, Model, PyTree, Spec
 from funcllm.weights.hub import resolve as resolve_model
 
 log = logging.getLogger("funcllm")
@@ -58,7 +59,8 @@ class Output:
     """What became of a prompt. finish_reason: "stop", "length", "abort", or "error" with `error` saying why.
 
     token_ids holds the stop id that ended it; the text leaves special tokens out. cached_tokens: of the prompt, found
-    in the prefix cache. captured: site -> [token, ...], what captured sites saw at the token before each generated one.
+    in the prefix cache. weight_version: in force when it ended. captured: site -> [token, ...], what captured sites saw
+    at the token before each generated one; empty for a request that ran while `update_layers` changed the captures.
     """
 
     index: int
@@ -131,11 +133,16 @@ class Engine:
         max_model_len = _max_model_len(max_model_len, self.config)
         max_num_batched_tokens = max_num_batched_tokens or (8192 if on_gpu else 1024)
         _check_positive(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, block_size=block_size)
+        self.notes: list[str] = []
         if max_num_batched_tokens < max_num_seqs:
+            self._note(
+                f"max_num_batched_tokens={max_num_batched_tokens} is raised to {max_num_seqs}: each of max_num_seqs "
+                "sequences needs a token in every step; lower max_num_seqs for smaller steps"
+            )
             max_num_batched_tokens = max_num_seqs
         self.options = RunOptions(
             config=self.config,
-            source=self._source(folder, params, seed or 0),
+            source=self._source(None if random_weights else folder, params, seed or 0),
             dtype=chosen,
             layers=layers,
             builder=builder,
@@ -152,35 +159,42 @@ class Engine:
             fusion=fusion and not eager,
             progress=progress,
         )
-        self.notes: list[str] = []
         self._ranks: Ranks = start_ranks(
             tp, build_runtime, self.options, device=_device_type(device), exit_on_death=exit_on_death
         )
-        runner: Runner = self._ranks.runtime  # type: ignore[assignment]
-        self.num_blocks, self.block_size = runner.num_blocks, block_size
+        try:
+            self._set_up(prefix_caching=prefix_caching, seed=seed, debug=debug)
+        except BaseException:
+            self.close()
+            raise
+        self.timings = {**self._runner.timings, "start": time.perf_counter() - started}
+
+    def _set_up(self, *, prefix_caching: bool, seed: int | None, debug: bool) -> None:
+        """What rank 0 alone has, once all ranks are built."""
+        options = self.options
+        self.num_blocks, self.block_size = self._runner.num_blocks, options.block_size
         prefix_caching = prefix_caching and self._can_cache_prefixes()
         self._scheduler = Scheduler(
             num_blocks=self.num_blocks,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            table_width=self.options.table_width,
-            buckets=self.options.buckets,
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=options.max_model_len,
+            table_width=options.table_width,
+            buckets=options.buckets,
             prefix_caching=prefix_caching,
             vocab_size=self.config.vocab_size,
             check=debug,
         )
-        if self._scheduler.length_limit < max_model_len:
+        if self._scheduler.length_limit < options.max_model_len:
             self.notes.append(f"sequences end at {self._scheduler.length_limit} tokens, where the KV pool is full")
         self._executor = _Executor(self._ranks, self._scheduler)
-        self._loop = Loop(self._scheduler, self._executor, depth=depth)
+        self._loop = Loop(self._scheduler, self._executor, depth=options.depth)
         self._seed = seed
         self._ids = iter(range(1 << 62))
         self._requests: dict[int, _Progress] = {}
         self._just_ended: list[int] = []
         self._layers_version = self.weight_version = 0
-        self.timings = {**runner.timings, "start": time.perf_counter() - started}
 
     # --- generation ------------------------------------------------------------------------------------------------
 
@@ -194,8 +208,8 @@ class Engine:
         """Outputs in the order of the prompts. A prompt is a string or a list of token ids.
 
         sampling: one for all, or one for each; default: the model's own, 16 tokens. A single prompt that cannot be
-        served raises ValueError; in a list it fails alone, as an Output with `error`. Raises EngineError when a rank
-        fails; an interrupt ends what this call has submitted.
+        served raises ValueError; in a list it fails alone, as an Output with `error`. Raises EngineError when a step
+        or a rank fails. After that, and after an interrupt in the middle of a step, the engine takes no more.
         """
         batch, is_single = _batch(prompts)
         params = _sampling_list(sampling, len(batch))
@@ -222,7 +236,7 @@ class Engine:
         finally:
             for request_id in pending:
                 self.abort(request_id)
-                self._requests.pop(request_id, None)
+                self._forget(request_id)
             self._just_ended[:] = [*(i for i in self._just_ended if i not in pending), *others]
         return [results[index] for index in range(len(batch))]
 
@@ -233,7 +247,9 @@ class Engine:
         Requests submitted elsewhere go on meanwhile.
         """
         request_id = self.submit(prompt, sampling, stream=True)
-        return self._deltas(request_id)
+        deltas = self._deltas(request_id)
+        next(deltas)  # into its try block: closing an iterator that was never read ends the request, too
+        return deltas
 
     def submit(self, prompt: Prompt, sampling: SamplingParams | None = None, *, stream: bool = False) -> int:
         """Queues a prompt and returns the request's id; `step` moves it on, `outputs` and `abort` take the id.
@@ -264,6 +280,7 @@ class Engine:
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
         )
+        self._executor.captured[request_id] = []
         self._requests[request_id] = _Progress(prompt if isinstance(prompt, str) else None, request, text)
         return request_id
 
@@ -273,7 +290,12 @@ class Engine:
         return self._step()
 
     def output(self, request_id: int, index: int = 0) -> Output:
-        """The output of a request that has ended, once."""
+        """The output of a request that has ended, once. Raises ValueError for any other."""
+        progress = self._requests.get(request_id)
+        if progress is None:
+            raise ValueError(f"there is no request {request_id}; ids come from submit, and an output is given once")
+        if progress.finish_reason is None:
+            raise ValueError(f"request {request_id} has not ended; call step until it tells of it, or abort it")
         return self._take(request_id, index)
 
     def abort(self, request_id: int) -> None:
@@ -284,7 +306,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._loop.has_work
+        """Whether `step` has anything to do or to tell."""
+        return self._loop.has_work or bool(self._just_ended)
 
     # --- research --------------------------------------------------------------------------------------------------
 
@@ -314,12 +337,15 @@ class Engine:
     def update_layers(self, layers: Layers) -> None:
         """Puts another record of functions in force. Requests go on with it; KV made with the old one is not reused.
 
-        Raises ValueError where the record needs other parameters or extras than the engine was started with.
+        Raises ValueError where the record needs other parameters, caches or extras than the engine was started with;
+        the old record stays in force then.
         """
         single = self.options.builder(self.config, layers)
         self._check_open()
         self._drain()
         self._ranks.call(_UPDATE_LAYERS, layers)
+        if layers.captures != self.layers.captures:
+            self._drop_captures()
         self.layers, self._single = layers, single
         self._layers_version += 1
         self._scheduler.reset_prefix_cache()
@@ -331,20 +357,23 @@ class Engine:
     ) -> int:
         """Puts other weights in force without a new start, and returns their version.
 
-        source: a tree of whole parameters, a folder, or an iterator of (checkpoint name, whole tensor). in_flight: what
-        running requests do with the keys and values they have: "keep" goes on with them, "recompute" makes them anew.
+        source: a tree of whole parameters, a folder, a mapping from checkpoint names to whole tensors, or an iterator
+        of such pairs. in_flight: what running requests do with the keys and values they have: "keep" goes on with them,
+        "recompute" makes them anew.
         Raises ValueError for names and shapes that do not fit; weights written before the fault stay.
         """
         if in_flight not in ("keep", "recompute"):
             raise ValueError(f"in_flight={in_flight!r} must be 'keep' or 'recompute'")
         self._check_open()
         self._drain()
-        if isinstance(source, (str, Path)):
-            self._ranks.call(_UPDATE_PARAMS, resolve_model(source))
-        else:
-            self._send_params(source)
-        self.weight_version += 1
-        self._scheduler.reset_prefix_cache()
+        try:
+            if isinstance(source, (str, Path)):
+                self._ranks.call(_UPDATE_PARAMS, resolve_model(source))
+            else:
+                self._send_params(source)
+        finally:  # after a fault, too: some weights may be new
+            self.weight_version += 1
+            self._scheduler.reset_prefix_cache()
         if in_flight == "recompute":
             self._scheduler.preempt_all()
         return self.weight_version
@@ -391,12 +420,18 @@ class Engine:
 
     @property
     def _runner(self) -> Runner:
-        self._check_open()
+        self._check_not_closed()
         return self._ranks.runtime  # type: ignore[return-value]
 
-    def _check_open(self) -> None:
+    def _check_not_closed(self) -> None:
         if self._closed:
             raise EngineError("the engine is closed; open a new one")
+
+    def _check_open(self) -> None:
+        self._check_not_closed()
+        loop: Loop | None = getattr(self, "_loop", None)
+        if loop is not None and loop.failure is not None:
+            raise EngineError(f"a step failed before ({_named(loop.failure)}); open a new engine") from loop.failure
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
@@ -416,8 +451,12 @@ class Engine:
         return True
 
     def _encode(self, prompt: Prompt) -> Ints:
+        if isinstance(prompt, (np.ndarray, list, tuple)):
+            return prompt  # type: ignore[return-value]
+        if isinstance(prompt, Tensor):
+            return prompt.numpy(force=True)
         if not isinstance(prompt, str):
-            return np.asarray(prompt) if isinstance(prompt, np.ndarray) else list(prompt)  # type: ignore[return-value]
+            raise ValueError(f"a prompt must be a string or a list of token ids, not {type(prompt).__name__}")
         if self.tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer; give Engine one, or pass token ids")
         token_ids = self.tokenizer.encode(prompt)
@@ -437,14 +476,14 @@ class Engine:
     def _next_seed(self, params: SamplingParams) -> int | None:
         if self._seed is None or params.seed is not None:
             return None
-        self._seed += 1
+        self._seed = (self._seed + 1) % (1 << 63)
         return self._seed
 
     def _tag(self, params: SamplingParams, extras: Mapping[str, bytes]) -> bytes:
         changed = {
             f"extra {extra.name}": extras[extra.name]
             for extra in self.layers.extras
-            if extra.affects_kv and extra.name in params.extra_args
+            if extra.affects_kv and extras[extra.name] != _extra_bytes(extra, {})
         }
         salt = {} if params.cache_salt is None else {"salt": params.cache_salt.encode()}
         versions = {"layers": str(self._layers_version).encode(), "weights": str(self.weight_version).encode()}
@@ -463,11 +502,11 @@ class Engine:
     def _apply_all(self, events: list[Event]) -> None:
         for event in events:
             self._apply(event)
-        if self._loop.failure is not None:
-            failure = self._loop.failure
-            if isinstance(failure, EngineError):
-                raise failure
-            raise EngineError(f"a step failed: {type(failure).__name__}: {failure}") from failure
+        failure = self._loop.failure
+        if isinstance(failure, EngineError):
+            raise failure
+        if failure is not None:
+            raise EngineError(f"a step failed ({_named(failure)}); open a new engine") from failure
 
     def _apply(self, event: Event) -> None:
         request_id = cast(int, event.request_id)
@@ -487,6 +526,7 @@ class Engine:
         if reason is not None:
             progress.pieces.append(progress.text.finish())
             progress.finish_reason, progress.error = reason, event.error or None
+            progress.weight_version = self.weight_version
             self._just_ended.append(request_id)
 
     def _take(self, request_id: int, index: int) -> Output:
@@ -502,39 +542,65 @@ class Engine:
             finish_reason=progress.finish_reason or "abort",
             cached_tokens=progress.cached_tokens,
             error=progress.error,
-            weight_version=self.weight_version,
+            weight_version=progress.weight_version,
             captured={
                 name: torch.stack([values[name] for values in captured[: len(progress.token_ids)]]) for name in names
             },
         )
 
+    def _forget(self, request_id: int) -> None:
+        self._requests.pop(request_id, None)
+        self._executor.captured.pop(request_id, None)
+
+    def _drop_captures(self) -> None:
+        """Forgets what was captured of requests that run, and captures no more of them: the sites are others now."""
+        running = self._scheduler.request_ids(np.arange(1, self.options.max_num_seqs + 1, dtype=np.int32))
+        started = [request_id for request_id, records in self._executor.captured.items() if records]
+        for request_id in {*running, *started}:
+            if request_id in self._requests and self._requests[request_id].finish_reason is None:
+                self._executor.captured.pop(request_id, None)
+
     def _deltas(self, request_id: int) -> Iterator[Delta]:
         progress = self._requests[request_id]
         sent_pieces = sent_ids = 0
         try:
-            while progress.finish_reason is None:
-                self._just_ended += [i for i in self._step() if i != request_id]
+            yield Delta("", [], None)
+            has_ended = False
+            while not has_ended:
+                has_ended = progress.finish_reason is not None  # others step the engine, too
                 text = "".join(progress.pieces[sent_pieces:])
                 token_ids = progress.token_ids[sent_ids:]
                 sent_pieces, sent_ids = len(progress.pieces), max(sent_ids, len(progress.token_ids))
-                if text or token_ids or progress.finish_reason is not None:
-                    yield Delta(text, token_ids, progress.finish_reason)
+                if text or token_ids or has_ended:
+                    yield Delta(text, token_ids, progress.finish_reason if has_ended else None)
+                if not has_ended and progress.finish_reason is None:
+                    self._check_open()
+                    self._just_ended += [i for i in self._step() if i != request_id]
             if progress.finish_reason == "error":
                 raise EngineError(progress.error or "the request failed")
         finally:
             if not self._closed:
                 self.abort(request_id)
             self._just_ended[:] = [i for i in self._just_ended if i != request_id]
-            self._requests.pop(request_id, None)
-            self._executor.captured.pop(request_id, None)
+            self._forget(request_id)
+
+    def _named(self, params: PyTree) -> Iterable[tuple[str, Tensor]]:
+        """A tree of whole parameters as (checkpoint name, tensor) pairs."""
+        specs = whole(self._single.specs)
+        if pytree.tree_structure(params) != pytree.tree_structure(specs, is_leaf=lambda x: isinstance(x, Spec)):
+            raise ValueError("the parameters are no tree of the model's shape; see init_params(param_specs(config))")
+        return named(params, specs).items()
 
     def _send_params(self, source: PyTree | Iterable[tuple[str, Tensor]]) -> None:
-        specs = whole(self._single.specs)
-        items = source if isinstance(source, (Iterator, list)) else named(source, specs).items()
+        items: Iterable[tuple[str, Tensor]]
+        if isinstance(source, Mapping):
+            items = source.items()
+        else:
+            items = source if isinstance(source, (Iterator, list)) else self._named(source)
         written: set[str] = set()
         for batch in _batches(items, _UPDATE_BYTES):
             written |= self._ranks.call(_UPDATE_PARAMS, dict(batch), True)[0]
-        missing = self._runner.part_names - written
+        missing = cast(Runner, self._ranks.runtime).part_names - written
         if missing:
             raise ValueError(
                 f"{len(missing)} parameters got no new value, the first is {min(missing)!r}; give the whole model"
@@ -573,10 +639,14 @@ def _extra_bytes(extra: Extra, values: Mapping[str, Any]) -> bytes:
     try:
         value = torch.as_tensor(given, dtype=extra.dtype).cpu()
         value = value.expand(extra.shape).contiguous()
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"extra {extra.name!r} must have shape {list(extra.shape)} ({error})") from None
     raw = bytes(value.reshape(-1).view(torch.uint8).numpy()) if value.numel() else b""
     return raw + bytes(-len(raw) % 4)
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 @dataclass(eq=False)
@@ -591,6 +661,7 @@ class _Progress:
     cached_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
+    weight_version: int = 0
 
 
 class _Launched(NamedTuple):
@@ -628,9 +699,10 @@ class _Executor:
 
     def _keep(self, launched: _Launched, outputs: Outputs) -> None:
         for request_id, place in zip(launched.request_ids, launched.plan.output_index.tolist()):
-            if outputs.counts[place]:
+            records = self.captured.get(request_id)
+            if records is not None and outputs.counts[place]:
                 values = {name: value[place] for name, value in outputs.captured.items()}
-                self.captured.setdefault(request_id, []).append(values)
+                records.append(values)
 
 
 def _device_type(device: str | None) -> str:
@@ -645,13 +717,12 @@ def _device_type(device: str | None) -> str:
 
 
 def _dtype(dtype: str | torch.dtype | None, config: ModelConfig, on_gpu: bool) -> torch.dtype:
-    if isinstance(dtype, str) and dtype != "auto":
-        chosen = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype, dtype), None)
+    if dtype is not None and dtype != "auto":
+        short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+        chosen = getattr(torch, short.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
         if chosen not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"dtype={dtype!r} must be auto, float32, bfloat16 or float16")
         return chosen
-    if isinstance(dtype, torch.dtype):
-        return dtype
     if not on_gpu:
         return torch.float32
     return torch.bfloat16 if config.dtype in (None, torch.float32) else config.dtype
@@ -701,6 +772,12 @@ def _defaults(config: ModelConfig) -> dict[str, Any]:
 def _batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     if isinstance(prompts, str):
         return [prompts], True
+    if isinstance(prompts, Tensor):
+        prompts = prompts.numpy(force=True)
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Mapping)):
+        raise ValueError(
+            f"prompts must be a string, a list of token ids or a list of such, not {type(prompts).__name__}"
+        )
     items: list[Any] = list(prompts)
     if items and all(isinstance(item, (int, np.integer)) for item in items):
         return [items], True
@@ -710,15 +787,18 @@ def _batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
 def _sampling_list(sampling: Any, count: int) -> list[SamplingParams | None]:
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling] * count
-    params = list(sampling)
+    params = list(sampling) if isinstance(sampling, Sequence) else [sampling]
+    wrong = [one for one in params if one is not None and not isinstance(one, SamplingParams)]
+    if wrong:
+        raise ValueError(f"sampling must be SamplingParams or a list of them, not {type(wrong[0]).__name__}")
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling parameters for {count} prompts; give one, or one for each")
     return params
 
 
 def _refused(index: int, prompt: Prompt, error: str) -> Output:
-    is_text = isinstance(prompt, str)
-    token_ids = [] if is_text else [int(x) for x in prompt if isinstance(x, (int, np.integer))]
+    is_list = isinstance(prompt, (list, tuple, np.ndarray))
+    token_ids = [int(x) for x in prompt if isinstance(x, (int, np.integer))] if is_list else []
     return Output(
         index=index,
         prompt=prompt if isinstance(prompt, str) else None,

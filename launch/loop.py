@@ -91,6 +91,9 @@ class Loop:
                 events += self._commit()
         except Exception as error:
             return events + self._fail(error)
+        except BaseException as error:
+            self._fail(error)
+            raise
         return events
 
     def run(self) -> Iterator[Event]:

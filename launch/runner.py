@@ -95,6 +95,15 @@ class RunnerMethod:
         return getattr(runner, self.name)(*args)
 
 
+@contextlib.contextmanager
+def serving() -> Iterator[None]:
+    """The mode that everything runs in, whatever the caller's: no gradients, and no inference mode, whose tensors could
+    neither be trained on nor be written to later.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class Rank(NamedTuple):
     """What `Engine.call` hands to a function on every rank."""
 
@@ -120,7 +129,7 @@ class Runner:
         self.timings: dict[str, float] = {}
         self._steps = 0
         self._graphs: dict[tuple[int, bool], Graph] = {}
-        with torch.no_grad():
+        with serving():
             self.kernels = self._choose_kernels()
             self.model = self._build_model(options.layers)
             with self._timed("load"):
@@ -134,7 +143,7 @@ class Runner:
 
     # --- what rank 0 asks for --------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @serving()
     def execute(self, words: Ints) -> Handle:
         """Launches one packed plan; the handle's `read` waits for its outputs."""
         plan = unpack(words)
@@ -168,24 +177,42 @@ class Runner:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
-    @torch.no_grad()
+    @serving()
     def update_layers(self, layers: Layers) -> None:
         """Puts another record of functions in force: parameters and cache stay, graphs are captured anew.
 
-        Raises ValueError where the record needs other parameters or extras than the engine has.
+        Raises ValueError where the record needs other parameters, caches or extras than the engine has. Where its
+        functions raise, the old record stays in force.
         """
-        model = self._build_model(layers)
-        if not _same_specs(model.specs, self.model.specs) or layers.extras != self.model.layers.extras:
+        old, model = self.model, self._build_model(layers)
+        same_caches = self._cache_key(model) == self._cache_key(old)
+        if not _same_specs(model.specs, old.specs) or not same_caches or layers.extras != old.layers.extras:
             raise ValueError(
-                "the new Layers need other parameters or extras than the engine was started with; start a new Engine"
+                "the new Layers need other parameters, caches or extras than the engine was started with; "
+                "start a new Engine"
             )
+        try:
+            self._put_in_force(model)
+        except Exception:
+            self._put_in_force(old)
+            raise
+
+    def _put_in_force(self, model: Model) -> None:
         self._graphs.clear()
         self.model = model
         self._new_ring()
         self._warm_up()
         self._capture_all()
 
-    @torch.no_grad()
+    def _cache_key(self, model: Model) -> Any:
+        """Structure, shapes and dtypes of a model's cache, with unlike numbers of blocks and rows."""
+        options = self.options
+        rows = options.max_num_seqs + 1
+        cache = model.init_cache(rows + 1, options.block_size, rows, "meta", options.dtype)
+        leaves, structure = pytree.tree_flatten(cache)
+        return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    @serving()
     def update_params(self, source: Any, partial: bool = False) -> set[str]:
         """Writes other weights into the parameters in place, see `refill`; captured graphs go on with them."""
         return refill(self.params, self.model.specs, source, self.group, partial=partial)
