@@ -4,9 +4,10 @@ Equal to radix.threshold_alone bit for bit. Five kernels, none of which copies t
 
 maxima    the columns fall into 4096 groups by their number modulo 4096: the largest code of each group, in one read
 bound     one program a row: the n-th largest group maximum, rounded down, so at least n logits reach it. n is the
-          row's top-k; for a row with top-p alone it is a number that most nuclei stay below
-gather    appends the logits at or above the bound to the row's buffer. Behind top-k only groups whose maximum reaches
-          the bound are read; for top-p alone the row's whole mass is summed on the way
+          row's top-k; for a row with top-p alone it is a number that most nuclei stay below. Behind a small top-k it
+          appends the logits at or above the bound to the row's buffer at once, from the few groups that have any
+gather    does so for the other rows, in one read; behind a large top-k only of groups whose maximum reaches the bound,
+          for top-p alone of all, where the row's whole mass is summed on the way
 choose    one program a row: exact search among the gathered. A row is left over where they are not enough: the buffer
           was too small (many ties, a huge k), or the nucleus reaches below the bound
 leftover  one program a row: radix passes over the whole row; returns at once where `choose` has answered
@@ -29,6 +30,7 @@ from funcllm.kernels.triton_sampler import any_forbidden, without_forbidden
 GROUPS = 4096
 CAPACITY = 4096  # gathered logits a row
 NUCLEUS = 2048  # logits looked at for top-p without top-k
+FEW = 64  # groups that the bound's program reads itself
 PAIRS = 128  # up to so many gathered logits are compared in pairs
 
 _TILE = 2048
@@ -40,6 +42,8 @@ _LEFTOVER_BLOCK = 4096
 _GROUPS = tl.constexpr(GROUPS)
 _CAPACITY = tl.constexpr(CAPACITY)
 _NUCLEUS = tl.constexpr(NUCLEUS)
+_FEW = tl.constexpr(FEW)
+_FEW_DEPTH = tl.constexpr(64)
 _PAIRS = tl.constexpr(PAIRS)
 _LOWEST = tl.constexpr(-(1 << 31))
 _MINUS_INF = tl.constexpr(-2139095041)  # the code of -inf
@@ -68,6 +72,7 @@ def threshold(
         return value_l, largest_l
     maxima_lg, bound_l = empty(torch.int32, GROUPS), empty(torch.int32)
     gathered_lc, count_l, mass_l = empty(torch.float32, CAPACITY), empty(torch.int32), empty(torch.int64)
+    few_lg, is_gathered_l = empty(torch.int32, FEW), empty(torch.int32)
     is_left_l, bins_lx = empty(torch.int32), empty(torch.int64, _BINS.value)
     columns = (logits_lv, forbidden_ls.contiguous())
     settings = (temperature_l.contiguous(), top_k_l.contiguous(), top_p_l.contiguous(), min_p_l.contiguous())
@@ -77,7 +82,21 @@ def threshold(
     tile = {"WIDTH": GROUPS // splits, "DEPTH": _TILE * splits // GROUPS}
 
     _maxima_kernel[(rows, splits)](*columns, *settings, maxima_lg, *sizes, **constants, **tile, **_STREAM)
-    _bound_kernel[(rows,)](maxima_lg, *settings, largest_l, bound_l, count_l, mass_l, num_ids, **_SEARCH)
+    _bound_kernel[(rows,)](
+        *columns,
+        *settings,
+        maxima_lg,
+        largest_l,
+        bound_l,
+        few_lg,
+        gathered_lc,
+        count_l,
+        mass_l,
+        is_gathered_l,
+        *sizes,
+        **constants,
+        **_SEARCH,
+    )
     _gather_kernel[(rows, splits)](
         *columns,
         *settings,
@@ -87,6 +106,7 @@ def threshold(
         gathered_lc,
         count_l,
         mass_l,
+        is_gathered_l,
         *sizes,
         **constants,
         **tile,
@@ -179,22 +199,39 @@ def _maxima_kernel(
 
 
 @triton.jit
+def _append(x_v, kept_v, gathered_ptr, count_ptr):
+    """Appends the kept logits to a row's buffer, in any order, and counts them; what does not fit is only counted."""
+    place_v = tl.atomic_add(count_ptr + tl.zeros_like(kept_v.to(tl.int32)), 1, mask=kept_v, sem="relaxed")
+    tl.store(gathered_ptr + place_v, x_v, mask=kept_v & (place_v < _CAPACITY))
+
+
+@triton.jit
 def _bound_kernel(
-    maxima_ptr,
+    logits_ptr,
+    forbidden_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
+    maxima_ptr,
     largest_ptr,
     bound_ptr,
+    few_ptr,
+    gathered_ptr,
     count_ptr,
     mass_ptr,
+    is_gathered_ptr,
+    stride,
+    first_id,
     num_ids,
+    NUM_FORBIDDEN: tl.constexpr,
 ):
     row = tl.program_id(0)
     k, p, is_sampled = _asks(row, temperature_ptr, top_k_ptr, top_p_ptr, num_ids)
     largest = tl.full((), _MINUS_INF, tl.int32)
     bound = tl.full((), _MINUS_INF, tl.int32).to(tl.int64)
+    is_gathered = 0
+    tl.store(count_ptr + row, 0)
     if is_sampled & ((k > 0) | (p < 1.0) | (tl.load(min_p_ptr + row) > 0)):
         best_g = tl.load(maxima_ptr + row * _GROUPS + tl.arange(0, _GROUPS))
         largest = tl.max(best_g, axis=0)
@@ -209,9 +246,31 @@ def _bound_kernel(
                 reach = tl.sum((best_g >= (bound + step).to(tl.int32)).to(tl.int32), axis=0)
                 bound += tl.where((bound + step <= largest) & (reach >= wanted), step, 0)
                 step = step // 2
+        wanted_g = best_g >= tl.maximum(bound, _MINUS_INF + 1).to(tl.int32)
+        num_groups = tl.sum(wanted_g.to(tl.int32), axis=0)
+        if (k > 0) & (num_groups <= _FEW):
+            is_gathered = 1
+            few_ptr += row * _FEW
+            place_g = tl.cumsum(wanted_g.to(tl.int32), axis=0) - 1
+            tl.store(few_ptr + place_g, tl.arange(0, _GROUPS), mask=wanted_g)
+            tl.debug_barrier()
+            logits_ptr += row.to(tl.int64) * stride
+            forbidden_ptr += row * NUM_FORBIDDEN
+            narrowed = any_forbidden(forbidden_ptr, NUM_FORBIDDEN)
+            at_f = tl.arange(0, _FEW)
+            group_f = tl.load(few_ptr + at_f, mask=at_f < num_groups, other=0)
+            at_fd = group_f[:, None] + tl.arange(0, _FEW_DEPTH)[None, :] * _GROUPS
+            for start in range(0, num_ids, _FEW_DEPTH * _GROUPS):
+                live_fd = (start + at_fd < num_ids) & (at_f < num_groups)[:, None]
+                x_fd = tl.load(logits_ptr + start + at_fd, mask=live_fd, other=float("-inf"))
+                if narrowed:
+                    x_fd = without_forbidden(x_fd, first_id + start + at_fd, forbidden_ptr, NUM_FORBIDDEN)
+                code_fd = _code(x_fd)
+                kept_fd = (code_fd >= bound.to(tl.int32)) & (code_fd > _MINUS_INF)
+                _append(x_fd, kept_fd, gathered_ptr + row * _CAPACITY, count_ptr + row)
     tl.store(largest_ptr + row, _logit(largest))
     tl.store(bound_ptr + row, bound.to(tl.int32))
-    tl.store(count_ptr + row, 0)
+    tl.store(is_gathered_ptr + row, is_gathered)
     tl.store(mass_ptr + row, tl.zeros((), tl.int64))
 
 
@@ -229,6 +288,7 @@ def _gather_kernel(
     gathered_ptr,
     count_ptr,
     mass_ptr,
+    is_gathered_ptr,
     stride,
     first_id,
     num_ids,
@@ -238,7 +298,7 @@ def _gather_kernel(
 ):
     row = tl.program_id(0)
     k, p, _ = _asks(row, temperature_ptr, top_k_ptr, top_p_ptr, num_ids)
-    if (k > 0) | (p < 1.0):
+    if ((k > 0) | (p < 1.0)) & (tl.load(is_gathered_ptr + row) == 0):
         group_w = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
         bound = tl.load(bound_ptr + row)
         best_w = tl.load(maxima_ptr + row * _GROUPS + group_w)
@@ -260,9 +320,7 @@ def _gather_kernel(
                     x_dw = without_forbidden(x_dw, first_id + start + at_dw, forbidden_ptr, NUM_FORBIDDEN)
                 code_dw = _code(x_dw)
                 kept_dw = (code_dw >= bound) & (code_dw > _MINUS_INF)
-                counts_dw = count_ptr + row + tl.zeros((DEPTH, WIDTH), tl.int32)
-                place_dw = tl.atomic_add(counts_dw, 1, mask=kept_dw, sem="relaxed")
-                tl.store(gathered_ptr + place_dw, x_dw, mask=kept_dw & (place_dw < _CAPACITY))
+                _append(x_dw, kept_dw, gathered_ptr, count_ptr + row)
                 if by_mass:
                     mass_dw += tl.where(code_dw > _MINUS_INF, mass_of(x_dw, largest, octave), 0)
             if by_mass:
@@ -488,8 +546,10 @@ def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], d
     """(name, kernel, signature, constants, options) of representative launches, to be compiled for sm_90 in tests."""
     kinds = {"logits_ptr": "*fp32", "gathered_ptr": "*fp32", "largest_ptr": "*fp32", "value_ptr": "*fp32"}
     kinds |= dict.fromkeys(("temperature_ptr", "top_p_ptr", "min_p_ptr"), "*fp32")
-    kinds |= dict.fromkeys(("forbidden_ptr", "top_k_ptr", "maxima_ptr", "bound_ptr"), "*i32")
-    kinds |= dict.fromkeys(("count_ptr", "is_left_ptr"), "*i32") | dict.fromkeys(("mass_ptr", "bins_ptr"), "*i64")
+    kinds |= dict.fromkeys(("forbidden_ptr", "top_k_ptr", "maxima_ptr", "bound_ptr", "few_ptr"), "*i32")
+    kinds |= dict.fromkeys(("count_ptr", "is_left_ptr", "is_gathered_ptr"), "*i32") | dict.fromkeys(
+        ("mass_ptr", "bins_ptr"), "*i64"
+    )
     kinds |= dict.fromkeys(("stride", "first_id", "num_ids"), "i32")
 
     def variant(name: str, kernel: Any, num_warps: int, **constants: int) -> Any:
@@ -506,7 +566,7 @@ def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], d
         ]
     return [
         *streams,
-        variant("bound", _bound_kernel, 8),
+        variant("bound", _bound_kernel, 8, NUM_FORBIDDEN=8),
         variant("choose", _choose_kernel, 8),
         variant("leftover", _leftover_kernel, 16, NUM_FORBIDDEN=8, BLOCK=_LEFTOVER_BLOCK),
     ]
