@@ -104,7 +104,10 @@ def fast_kernels(device: torch.device, head_dim: int, dtype: torch.dtype, block_
     """
     if device.type != "cuda":
         why = (f"attention: batched PyTorch, since the device is {device.type}",)
-        return replace(FAST, prefill="cpu", decode="cpu", why=why)
+        bundle = replace(FAST, prefill="cpu", decode="cpu", why=why)
+        if dtype != torch.float32:
+            return bundle
+        return replace(bundle, fused=FAST.fused | SMALL_BLOCKS, small_rows=SMALL_ROWS)
     if block_size < 16 or block_size & (block_size - 1):
         raise ValueError(f"block_size={block_size} is not a power of two >= 16, as CUDA needs; use 16, 32, 64 or 128")
     try:

@@ -1,23 +1,121 @@
-"""The cache and attention ops on the CPU: in place, decode rows batched, lengths read on the host.
+"""The ops on the CPU: caches written in place, decode rows batched, values read on the host, few torch calls.
 
-They equal reference.py up to fp32 rounding. A slot outside a row's own length is never read: the gather points it at
-the row's first position instead, whose weight is 0.
+They equal reference.py up to fp32 rounding, and its rounding in narrower dtypes. A step of a small model is dozens of
+calls of microseconds, so their number counts as much as the arithmetic.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from funcllm.kernels import reference
+
 _SCORES_AT_ONCE = 1 << 22
+_FEW_INPUTS = 4096  # rows x inputs up to which weight @ x.T is faster than x @ weight.T, by measurement
+
+
+# --- dense layers, norms, rotary embedding ---------------------------------------------------------------------------
+
+
+def linear(x_td: Tensor, weight_od: Tensor, bias_o: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias. Few rows go as columns, or as a vector: matrix libraries are slow at a low left factor."""
+    rows, inputs = x_td.shape
+    if x_td.dtype != torch.float32 or rows == 0 or rows * inputs > _FEW_INPUTS:
+        return F.linear(x_td, weight_od, bias_o)
+    y_to = torch.mv(weight_od, x_td[0])[None] if rows == 1 else torch.mm(weight_od, x_td.t()).t().contiguous()
+    return y_to if bias_o is None else y_to.add_(bias_o)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """reference.rms_norm, contiguous."""
+    if x.dtype != torch.float32:
+        return reference.rms_norm(x, weight, eps).contiguous()
+    return F.rms_norm(x, x.shape[-1:], weight.float(), eps).contiguous()
+
+
+def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """reference.add_rms_norm, contiguous."""
+    if x.dtype == torch.float32 and update.dtype == torch.float32:
+        total = (x + update).contiguous()
+    else:
+        total = (x.float() + update.float()).to(x.dtype).contiguous()
+    return total, rms_norm(total, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """reference.silu_mul, contiguous."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up).contiguous()
+
+
+def qk_norm_rope_write(
+    q_tnh: Tensor,
+    k_tkh: Tensor,
+    v_tkh: Tensor,
+    q_weight_h: Tensor | None,
+    k_weight_h: Tensor | None,
+    eps: float,
+    cos_th: Tensor,
+    sin_th: Tensor,
+    k_cache_pskh: Tensor,
+    v_cache_pskh: Tensor,
+    slots_t: Tensor,
+) -> Tensor:
+    """q after its norm and rotation, contiguous; k (likewise) and v are written into the caches, in place."""
+    num_heads = q_tnh.shape[1]
+    if q_tnh.dtype == torch.float32:
+        heads_tnh = _side_by_side(q_tnh, k_tkh)
+        if q_weight_h is not None and k_weight_h is not None:
+            heads_tnh = F.rms_norm(heads_tnh, heads_tnh.shape[-1:], None, eps)
+            heads_tnh[:, :num_heads].mul_(q_weight_h)
+            heads_tnh[:, num_heads:].mul_(k_weight_h)
+        heads_tnh = _rotate(heads_tnh, cos_th, sin_th)
+        q_tnh, k_tkh = heads_tnh[:, :num_heads], heads_tnh[:, num_heads:]
+    else:
+        if q_weight_h is not None and k_weight_h is not None:
+            q_tnh = reference.rms_norm(q_tnh, q_weight_h, eps)
+            k_tkh = reference.rms_norm(k_tkh, k_weight_h, eps)
+        q_tnh, k_tkh = reference.rotate(q_tnh, cos_th, sin_th), reference.rotate(k_tkh, cos_th, sin_th)
+    write_kv(k_tkh, v_tkh, k_cache_pskh, v_cache_pskh, slots_t)
+    return q_tnh.contiguous()
+
+
+def _side_by_side(q_tnh: Tensor, k_tkh: Tensor) -> Tensor:
+    """The heads of q, then those of k: a view where both lie so in one packed projection."""
+    num_heads, num_kv_heads = q_tnh.shape[1], k_tkh.shape[1]
+    behind = q_tnh.storage_offset() + num_heads * q_tnh.stride(1)
+    is_packed = (
+        q_tnh.stride() == k_tkh.stride()
+        and k_tkh.storage_offset() == behind
+        and q_tnh.untyped_storage().data_ptr() == k_tkh.untyped_storage().data_ptr()
+    )
+    if not is_packed:
+        return torch.cat([q_tnh, k_tkh], dim=1)
+    return q_tnh.as_strided((q_tnh.shape[0], num_heads + num_kv_heads, q_tnh.shape[2]), q_tnh.stride())
+
+
+def _rotate(x_tnh: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
+    """reference.rotate in fp32: x * cos, then each half minus or plus the other's share."""
+    x_tn2h = x_tnh.unflatten(-1, (2, x_tnh.shape[-1] // 2))
+    out_tn2h = x_tn2h * cos_th[:, None, None, :]
+    sin_t1h = sin_th[:, None, :]
+    out_tn2h[:, :, 0].addcmul_(x_tn2h[:, :, 1], sin_t1h, value=-1)
+    out_tn2h[:, :, 1].addcmul_(x_tn2h[:, :, 0], sin_t1h)
+    return out_tn2h.flatten(2)
+
+
+# --- keys and values -------------------------------------------------------------------------------------------------
 
 
 def write_kv(k_tkh: Tensor, v_tkh: Tensor, k_cache_pskh: Tensor, v_cache_pskh: Tensor, slots_t: Tensor) -> None:
     """Writes k and v into the caches at the given slots, in place."""
-    k_cache_pskh.flatten(0, 1).index_put_((slots_t,), k_tkh)
-    v_cache_pskh.flatten(0, 1).index_put_((slots_t,), v_tkh)
+    k_cache_pskh.flatten(0, 1).index_copy_(0, slots_t, k_tkh.to(k_cache_pskh.dtype))
+    v_cache_pskh.flatten(0, 1).index_copy_(0, slots_t, v_tkh.to(v_cache_pskh.dtype))
 
 
 def copy_slots(k_cache_pskh: Tensor, v_cache_pskh: Tensor, copies_n3: Tensor) -> None:
@@ -30,6 +128,9 @@ def copy_slots(k_cache_pskh: Tensor, v_cache_pskh: Tensor, copies_n3: Tensor) ->
     destination = (destination_n1 * block_size + offset_1s)[copied_ns]
     for cache in (k_cache_pskh.flatten(0, 1), v_cache_pskh.flatten(0, 1)):
         cache.index_copy_(0, destination, cache.index_select(0, source))
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
 
 
 def attend_decode(
@@ -45,26 +146,54 @@ def attend_decode(
     softcap: float = 0.0,
     sinks_n: Tensor | None = None,
 ) -> None:
-    """Attention of one query a row, all rows at once over as many keys as the longest row sees; written to out_bnh."""
+    """Attention of one query a row, all rows at once over as many keys as the longest row sees; written to out_bnh.
+
+    Whole blocks are gathered first: what lies behind a row's length gets weight 0. Where that leaves a NaN (a number
+    times 0 is 0 only if finite), and for windows, each row's own positions alone are gathered.
+    """
     longest = int(kv_lens_b.max()) if kv_lens_b.numel() else 0
     span = min(longest, window) if window > 0 else longest
     if span == 0:
         out_bnh.zero_()
         return
+    block_size, num_kv_heads = k_cache_pskh.shape[1:3]
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks_n": sinks_n}
+    if span == longest:
+        index = _index_of_blocks(block_table_bm, longest, block_size, num_kv_heads)
+        unseen_bL = torch.arange(index.shape[1]) >= kv_lens_b[:, None]
+        _attend_gathered(q_bnh, k_cache_pskh, v_cache_pskh, index, unseen_bL, out_bnh, **options)
+        if not bool(torch.isnan(out_bnh.sum())):
+            return
     position_bL = kv_lens_b.long()[:, None] + torch.arange(-span, 0)
-    unseen_b1L = (position_bL < 0)[:, None, :]
+    unseen_bL = position_bL < 0
+    index = _index(block_table_bm, position_bL.clamp_(min=0), block_size, num_kv_heads)
+    _attend_gathered(q_bnh, k_cache_pskh, v_cache_pskh, index, unseen_bL, out_bnh, **options)
+    out_bnh.masked_fill_((kv_lens_b == 0)[:, None, None], 0.0)
+
+
+def _attend_gathered(
+    q_bnh: Tensor,
+    k_cache_pskh: Tensor,
+    v_cache_pskh: Tensor,
+    index_xL: Tensor,
+    unseen_bL: Tensor,
+    out_bnh: Tensor,
+    *,
+    scale: float,
+    softcap: float,
+    sinks_n: Tensor | None,
+) -> None:
+    """Attention of one query a row over the keys at an index [(b k), L]; written to out_bnh."""
+    batch, num_heads, head_dim = q_bnh.shape
     num_kv_heads = k_cache_pskh.shape[2]
-    index = _index(block_table_bm, position_bL.clamp_(min=0), k_cache_pskh.shape[1], num_kv_heads)
-    q_xgh = rearrange(q_bnh, "b (k g) h -> (b k) g h", k=num_kv_heads).float()
-    scores_xgL = torch.bmm(q_xgh, _gathered(k_cache_pskh, index).float().transpose(1, 2)).mul_(scale)
+    q_xgh = q_bnh.reshape(batch * num_kv_heads, num_heads // num_kv_heads, head_dim).float()
+    scores_xgL = torch.bmm(q_xgh, _gathered(k_cache_pskh, index_xL).float().transpose(1, 2)).mul_(scale)
     if softcap > 0:
         scores_xgL = softcap * torch.tanh(scores_xgL / softcap)
-    scores_bnL = rearrange(scores_xgL, "(b k) g L -> b (k g) L", k=num_kv_heads)
-    weights_bnL = _softmax(scores_bnL.masked_fill_(unseen_b1L, float("-inf")), sinks_n)
-    weights_xgL = rearrange(weights_bnL, "b (k g) L -> (b k) g L", k=num_kv_heads)
-    out_xgh = torch.bmm(weights_xgL, _gathered(v_cache_pskh, index).float())
-    out_bnh.copy_(rearrange(out_xgh, "(b k) g h -> b (k g) h", k=num_kv_heads))
-    out_bnh.masked_fill_((kv_lens_b == 0)[:, None, None], 0.0)
+    scores_bnL = scores_xgL.view(batch, num_heads, -1).masked_fill_(unseen_bL[:, None, :], float("-inf"))
+    weights_xgL = _softmax(scores_bnL, sinks_n).reshape(scores_xgL.shape)
+    out_xgh = torch.bmm(weights_xgL, _gathered(v_cache_pskh, index_xL).float())
+    out_bnh.copy_(out_xgh.view(out_bnh.shape))
 
 
 def attend_chunks(
@@ -141,6 +270,14 @@ def _index(block_table_bm: Tensor, position_bL: Tensor, block_size: int, num_kv_
     block_bL = block_table_bm.gather(1, position_bL // block_size).long()
     slot_bL = block_bL * block_size + position_bL % block_size
     return (slot_bL[:, None, :] * num_kv_heads + torch.arange(num_kv_heads)[:, None]).flatten(0, 1)
+
+
+def _index_of_blocks(block_table_bm: Tensor, longest: int, block_size: int, num_kv_heads: int) -> Tensor:
+    """As `_index`, of all positions in the blocks that `longest` tokens take."""
+    num_blocks, width = -(-longest // block_size), block_size * num_kv_heads
+    first_bm = block_table_bm[:, :num_blocks].long() * width
+    inside_ks = torch.arange(num_kv_heads)[:, None] + torch.arange(0, width, num_kv_heads)
+    return (first_bm[:, None, :, None] + inside_ks[:, None, :]).reshape(-1, num_blocks * block_size)
 
 
 def _gathered(cache_pskh: Tensor, index_xL: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funcllm.kernels import reference
+from funcllm.kernels import cpu
 from funcllm.kernels.fused import refuse_transforms
 from funcllm.kernels.gemv_config import MAX_ROWS, GemvConfig, unpacked
 from funcllm.kernels.ops_fused import ON_GPU, define
@@ -103,11 +103,11 @@ def _small_linear_cpu(
 ) -> Tensor:
     dtype = x.dtype
     if norm_weight is not None:
-        x = reference.rms_norm(x, norm_weight, eps)
+        x = cpu.rms_norm(x, norm_weight, eps)
     wide_bias = None if bias is None else bias.float()
-    y = torch.nn.functional.linear(x.float(), weight.float(), wide_bias)
+    y = cpu.linear(x.float(), weight.float(), wide_bias)
     if silu:
-        y = reference.silu_mul(y.to(dtype))
+        y = cpu.silu_mul(y.to(dtype))
     if residual is not None:
         y = residual.float() + y.to(dtype).float()
     return y.to(torch.float32 if wide else dtype)

@@ -1,6 +1,6 @@
 """The elementwise ops, the head and the pick as torch ops `funcllm::...`: opaque to the compiler, any token count.
 
-On CUDA they launch Triton kernels; on CPU they run the reference's maths, with the caches written in place there too.
+On CUDA they launch Triton kernels; on CPU they run the functions of cpu.py.
 They have no derivative and no batching rule: fused.py refuses transforms before it gets here.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
-from funcllm.kernels import reference
+from funcllm.kernels import cpu, reference
 
 ON_GPU = torch.version.cuda is not None or torch.version.hip is not None
 
@@ -42,7 +42,7 @@ def _new(like: Tensor, shape: Any = None, dtype: torch.dtype | None = None) -> T
 
 
 def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
-    return reference.rms_norm(x, weight, eps).contiguous()
+    return cpu.rms_norm(x, weight, eps)
 
 
 def _rms_norm_cuda(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
@@ -52,8 +52,7 @@ def _rms_norm_cuda(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> 
 def _add_rms_norm_cpu(
     x: Tensor, update: Tensor, weight: Tensor, eps: float, pdl: bool = False
 ) -> tuple[Tensor, Tensor]:
-    total, normed = reference.add_rms_norm(x, update, weight, eps)
-    return total.contiguous(), normed.contiguous()
+    return cpu.add_rms_norm(x, update, weight, eps)
 
 
 def _add_rms_norm_cuda(
@@ -63,7 +62,7 @@ def _add_rms_norm_cuda(
 
 
 def _silu_mul_cpu(gate_up: Tensor, pdl: bool = False) -> Tensor:
-    return reference.silu_mul(gate_up).contiguous()
+    return cpu.silu_mul(gate_up)
 
 
 def _silu_mul_cuda(gate_up: Tensor, pdl: bool = False) -> Tensor:
@@ -93,25 +92,8 @@ define(
 # --- q/k norm, rotary embedding, cache write -------------------------------------------------------------------------
 
 
-def _qk_norm_rope_write_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    pdl: bool = False,
-) -> Tensor:
-    if q_weight is not None and k_weight is not None:
-        q, k = reference.rms_norm(q, q_weight, eps), reference.rms_norm(k, k_weight, eps)
-    k_cache.flatten(0, 1).index_copy_(0, slots, reference.rotate(k, cos, sin).to(k_cache.dtype))
-    v_cache.flatten(0, 1).index_copy_(0, slots, v.to(v_cache.dtype))
-    return reference.rotate(q, cos, sin)
+def _qk_norm_rope_write_cpu(*args: Any) -> Tensor:
+    return cpu.qk_norm_rope_write(*args[:11])
 
 
 def _qk_norm_rope_write_cuda(*args: Any) -> Tensor:
@@ -134,7 +116,7 @@ def _head_logits_cpu(x: Tensor, weight: Tensor) -> Tensor:
     """A narrow weight is widened in pieces, so that a step never holds a second vocabulary matrix in fp32."""
     x = x.float()
     if weight.dtype == torch.float32:
-        return torch.nn.functional.linear(x, weight)
+        return cpu.linear(x, weight)
     rows = max(1, _CHUNK_ELEMENTS // max(1, weight.shape[1]))
     pieces = [torch.nn.functional.linear(x, part.float()) for part in weight.split(rows)]
     return torch.cat(pieces, dim=-1) if pieces else x.new_empty((x.shape[0], 0))
