@@ -33,8 +33,8 @@ from funcllm.launch.text import TextStream
 from funcllm.launch.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, wrap_tokenizer
 from funcllm.qwen3 import qwen3
 from funcllm.record import Layers
-from funcllm.specs import named, whole
-from funcllm.types import Component, Extra, Model, PyTree, Spec
+from funcllm.specs import local_shape, map_specs, named, spec_leaves, whole
+from funcllm.types import Component, Extra, Model, PyTree
 from funcllm.weights.hub import resolve as resolve_model
 
 log = logging.getLogger("funcllm")
@@ -439,7 +439,7 @@ class Engine:
 
     def _source(self, folder: Path | None, params: PyTree | None, seed: int) -> Path | dict[str, Tensor] | int:
         if params is not None:
-            return named(params, whole(self._single.specs))
+            return self._named(params)
         return folder if folder is not None else seed
 
     def _can_cache_prefixes(self) -> bool:
@@ -490,7 +490,13 @@ class Engine:
         return prefix_tag({**changed, **salt, **versions})
 
     def _step(self) -> list[int]:
-        self._apply_all(self._loop.step())
+        try:
+            events = self._loop.step()
+        except EngineError:
+            raise
+        except Exception as error:  # what failed left nothing that could be told apart
+            raise EngineError(f"a step failed ({_named(self._loop.failure or error)}); open a new engine") from error
+        self._apply_all(events)
         ended = list(self._just_ended)
         self._just_ended.clear()
         return ended
@@ -531,7 +537,9 @@ class Engine:
 
     def _take(self, request_id: int, index: int) -> Output:
         progress = self._requests.pop(request_id)
-        captured = self._executor.captured.pop(request_id, [])
+        if request_id in self._just_ended:
+            self._just_ended.remove(request_id)
+        captured = self._executor.captured.pop(request_id, [])[: len(progress.token_ids)]
         names = captured[0] if captured else {}
         return Output(
             index=index,
@@ -543,9 +551,7 @@ class Engine:
             cached_tokens=progress.cached_tokens,
             error=progress.error,
             weight_version=progress.weight_version,
-            captured={
-                name: torch.stack([values[name] for values in captured[: len(progress.token_ids)]]) for name in names
-            },
+            captured={name: torch.stack([values[name] for values in captured]) for name in names},
         )
 
     def _forget(self, request_id: int) -> None:
@@ -584,19 +590,25 @@ class Engine:
             self._just_ended[:] = [i for i in self._just_ended if i != request_id]
             self._forget(request_id)
 
-    def _named(self, params: PyTree) -> Iterable[tuple[str, Tensor]]:
-        """A tree of whole parameters as (checkpoint name, tensor) pairs."""
+    def _named(self, params: PyTree) -> dict[str, Tensor]:
+        """A tree of whole parameters by checkpoint names."""
         specs = whole(self._single.specs)
-        if pytree.tree_structure(params) != pytree.tree_structure(specs, is_leaf=lambda x: isinstance(x, Spec)):
+        leaves, structure = pytree.tree_flatten(params)
+        if structure != pytree.tree_structure(map_specs(lambda spec: 0, specs)):
             raise ValueError("the parameters are no tree of the model's shape; see init_params(param_specs(config))")
-        return named(params, specs).items()
+        for spec, leaf in zip(spec_leaves(specs), leaves):
+            shape = list(local_shape(spec))
+            if not isinstance(leaf, Tensor) or list(leaf.shape) != shape:
+                given = f"has shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"is {leaf!r}"
+                raise ValueError(f"{spec.parts[0].name} {given}; the model needs {shape}")
+        return named(params, specs)
 
     def _send_params(self, source: PyTree | Iterable[tuple[str, Tensor]]) -> None:
         items: Iterable[tuple[str, Tensor]]
         if isinstance(source, Mapping):
             items = source.items()
         else:
-            items = source if isinstance(source, (Iterator, list)) else self._named(source)
+            items = source if isinstance(source, (Iterator, list)) else self._named(source).items()
         written: set[str] = set()
         for batch in _batches(items, _UPDATE_BYTES):
             written |= self._ranks.call(_UPDATE_PARAMS, dict(batch), True)[0]
