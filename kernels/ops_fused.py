@@ -1,6 +1,6 @@
 """The elementwise ops, the head and the pick as torch ops `funcllm::...`: opaque to the compiler, any token count.
 
-On CUDA they launch Triton kernels; on CPU they run the functions of cpu.py.
+On CUDA they launch Triton kernels; on CPU they run the functions of cpu.py and cpu_sampler.py.
 They have no derivative and no batching rule: fused.py refuses transforms before it gets here.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
-from funcllm.kernels import cpu, reference
+from funcllm.kernels import cpu, cpu_sampler
 
 ON_GPU = torch.version.cuda is not None or torch.version.hip is not None
 
@@ -138,11 +138,7 @@ def _pick_cpu(
     pdl: bool = False,
     forbidden: Tensor | None = None,
 ) -> Tensor:
-    if num_ids == 0:
-        return torch.full((logits.shape[0],), torch.iinfo(torch.int64).min, device=logits.device)
-    forbidden_ls = () if forbidden is None or not bool((forbidden >= 0).any()) else forbidden
-    limit: Tensor | tuple[()] = () if threshold is None else threshold
-    return reference.pick(logits, temperature, keys, limit, first_id, num_ids, forbidden_ls=forbidden_ls)
+    return cpu_sampler.pick(logits, temperature, keys, threshold, first_id, num_ids, forbidden)
 
 
 def _pick_cuda(

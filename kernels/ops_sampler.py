@@ -1,4 +1,4 @@
-"""The passes of the sampler's threshold as torch ops: Triton on CUDA, the plain functions of radix.py on CPU."""
+"""The passes of the sampler's threshold as torch ops: Triton on CUDA, radix.py and cpu_sampler.py on CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from funcllm.kernels import radix
+from funcllm.kernels import cpu_sampler, radix
 from funcllm.kernels.ops_fused import ON_GPU, define
 
 if ON_GPU:
@@ -22,7 +22,7 @@ def _histogram_fake(
 define(
     "filter_threshold(Tensor logits, Tensor forbidden, SymInt first_id, SymInt num_ids, Tensor temperature, "
     "Tensor top_k, Tensor top_p, Tensor min_p) -> (Tensor, Tensor)",
-    cpu=radix.threshold_alone,
+    cpu=cpu_sampler.filter_threshold,
     fake=lambda logits, *_: (logits.new_empty(logits.shape[0]), logits.new_empty(logits.shape[0])),
     cuda=triton_candidates.threshold if ON_GPU else None,
 )

@@ -90,7 +90,7 @@ def threshold_alone(
 
     A top-k above the number of columns asks for nothing. What no filter may see is replaced once, ahead of the passes.
     """
-    numbers_lv = _numbers(logits_lv, forbidden_ls, first_id, num_ids)
+    numbers_lv = numbers(logits_lv, forbidden_ls, first_id, num_ids)
     none_ls = forbidden_ls[:, :0]
     value_l, largest_l = threshold(
         numbers_lv,
@@ -111,7 +111,7 @@ def threshold_alone(
 
 def largest(logits_lv: Tensor, forbidden_ls: Tensor, first_id: int, num_ids: int) -> Tensor:
     """The largest logit of each row among the first num_ids; -inf where there is none."""
-    numbers_lv = _numbers(logits_lv, forbidden_ls, first_id, num_ids)
+    numbers_lv = numbers(logits_lv, forbidden_ls, first_id, num_ids)
     floor_l1 = numbers_lv.new_full((numbers_lv.shape[0], 1), float("-inf"))
     return torch.cat([numbers_lv, floor_l1], dim=-1).amax(dim=-1)
 
@@ -134,7 +134,7 @@ def histogram(
     so they are gathered. (Their number is read on the host: this runs inside an op, on CPU.)
     """
     shift, bits = DIGITS[index]
-    logits_lv = _numbers(logits_lv, forbidden_ls, first_id, num_ids)
+    logits_lv = numbers(logits_lv, forbidden_ls, first_id, num_ids)
     low_l = torch.where(prefix_l < 0, 1, prefix_l << (shift + bits))
     high_l = torch.where(prefix_l < 0, 0, low_l + (1 << (shift + bits)) - 1)
     if by_mass:
@@ -191,7 +191,7 @@ def masses(logits: Tensor, largest: Tensor, heat: Tensor) -> Tensor:
     return mantissa >> (-whole).long().clamp(max=63)
 
 
-def _numbers(logits_lv: Tensor, forbidden_ls: Tensor, first_id: int, num_ids: int) -> Tensor:
+def numbers(logits_lv: Tensor, forbidden_ls: Tensor, first_id: int, num_ids: int) -> Tensor:
     """The first num_ids columns, -inf where a logit is NaN or its id forbidden; copied only where there is such a one.
 
     Its questions are answered on the host: this runs inside an op, on CPU.
