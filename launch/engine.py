@@ -60,7 +60,8 @@ class Output:
 
     token_ids holds the stop id that ended it; the text leaves special tokens out. cached_tokens: of the prompt, found
     in the prefix cache. weight_version: in force when it ended. captured: site -> [token, ...], what captured sites saw
-    at the token before each generated one; empty for a request that ran while `update_layers` changed the captures.
+    at the token before each generated one; empty for a request that ran while `update_layers` changed the captures. At
+    tp > 1 it is what rank 0 saw: its share of heads, of mlp.hidden and of the columns of logits.
     """
 
     index: int
