@@ -17,6 +17,8 @@ from funcllm.sites import active
 from funcllm.types import Context, StepInputs
 
 if TYPE_CHECKING:
+    from funcllm.config import ModelConfig
+    from funcllm.group import Group
     from funcllm.kernels.bundle import Kernels
 
 
@@ -30,11 +32,20 @@ class Fused:
     fits: Callable[[Context], bool] = lambda context: True
 
 
-def batch_class(inputs: StepInputs, kernels: Kernels) -> str:
-    """Which variant of the compiled units a step runs: "small", "decode" or "mixed"."""
+SMALL_ELEMENTS = 1 << 23  # of the largest weight of a layer, up to which streaming kernels beat the matmul library
+
+
+def batch_class(inputs: StepInputs, small_rows: int) -> str:
+    """Which variant of the compiled units a step runs: "small" (at most `small_rows`), "decode" or "mixed"."""
     if inputs.chunks or not inputs.decode:
         return "mixed"
-    return "small" if inputs.token_ids_t.shape[0] <= kernels.small_rows else "decode"
+    return "small" if inputs.token_ids_t.shape[0] <= small_rows else "decode"
+
+
+def small_rows(config: ModelConfig, group: Group, kernels: Kernels) -> int:
+    """Up to how many decode rows the small blocks are worth it: none where a layer's weights are large."""
+    largest = 2 * config.intermediate_size // group.size * config.hidden_size
+    return kernels.small_rows if largest <= SMALL_ELEMENTS else 0
 
 
 def is_small(context: Context) -> bool:

@@ -193,6 +193,7 @@ def build(
     outside = layers.of(None)
     static: dict[str, Any] = {"config": config, "group": group, "kernels": kernels}
     keys = [value_key(record) for record in records]
+    few_rows = fusion.small_rows(config, group, kernels)
 
     @functools.cache
     def unit(kind: str, key: Any, batch: str) -> Unit:
@@ -200,7 +201,7 @@ def build(
         return transform(functools.partial(_UNITS[kind], record, {**static, "batch": batch}), kind)
 
     def hidden(params: Params, cache: KVCache, inputs: StepInputs) -> tuple[Stream, KVCache, dict[str, Tensor]]:
-        batch = fusion.batch_class(inputs, kernels)
+        batch = fusion.batch_class(inputs, few_rows)
         frequencies_h = rope_frequencies(config, inputs.positions_t.device)
         stream, angles, captured = unit("embed", None, batch)(params, inputs, frequencies_h)
         new_cache = []
@@ -219,7 +220,7 @@ def build(
 
     def step(params: Params, cache: KVCache, inputs: StepInputs) -> tuple[StepOutputs, KVCache]:
         stream, cache, captured = hidden(params, cache, inputs)
-        run_final = unit("final", None, fusion.batch_class(inputs, kernels))
+        run_final = unit("final", None, fusion.batch_class(inputs, few_rows))
         token_ids_l, extras, recorded = run_final(stream, params, inputs)
         outputs = StepOutputs(
             token_ids_l=token_ids_l,

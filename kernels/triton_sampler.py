@@ -50,9 +50,9 @@ def pick(
     key_ls = torch.empty((rows, splits), dtype=torch.int64, device=logits_lv.device) if splits > 1 else key_l
     _pick_kernel[(rows, splits)](
         logits_lv,
-        temperature_l,
+        temperature_l.contiguous(),
         keys_l2.contiguous(),
-        temperature_l if threshold_l is None else threshold_l,
+        temperature_l if threshold_l is None else threshold_l.contiguous(),
         keys_l2 if forbidden_ls is None else forbidden_ls.contiguous(),
         key_ls,
         logits_lv.stride(0),

@@ -118,15 +118,20 @@ def swapped(layers: Layers, config: ModelConfig) -> list[dict[str, Any]]:
 
 
 def fused_blocks(model: Model, kernels: Kernels) -> list[dict[str, Any]]:
-    """For each layer the fused blocks in use, in decode steps and in steps with prompts."""
-    inputs = {"decode": _decode_inputs(), "prefill": whole_inputs(torch.zeros(2, dtype=torch.int32), model.layers, {})}
+    """For each layer the fused blocks in use: in decode steps of few rows, in other ones, in steps with prompts."""
+    prompt = whole_inputs(torch.zeros(2, dtype=torch.int32), model.layers, {})
+    steps = {"decode": (_decode_inputs(), "decode"), "prefill": (prompt, "mixed")}
+    if fusion.small_rows(model.config, model.group, kernels):
+        steps = {"small": (_decode_inputs(), "small"), **steps}
     rows = []
     for index in range(model.config.num_layers):
         record = model.layers.of(index)
         row: dict[str, Any] = {"layer": index}
-        for batch_class, step in inputs.items():
-            context = Context(config=model.config, group=model.group, kernels=kernels, layer=record, inputs=step)
-            row[batch_class] = [entry.name for entry in fusion.ENTRIES if fusion.fits(entry, context)]
+        for name, (step, batch) in steps.items():
+            context = Context(
+                config=model.config, group=model.group, kernels=kernels, layer=record, inputs=step, batch=batch
+            )
+            row[name] = [entry.name for entry in fusion.ENTRIES if fusion.fits(entry, context)]
         rows.append(row)
     return rows
 
@@ -271,16 +276,18 @@ def _swap_lines(facts: dict[str, Any]) -> list[str]:
 
 def _fusion_lines(facts: dict[str, Any]) -> list[str]:
     """The fused blocks by layers, those with the same sets together."""
-    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]] = {}
+    groups: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for row in facts["fusion"]:
-        groups.setdefault((tuple(row["decode"]), tuple(row["prefill"])), []).append(row["layer"])
+        decode, prefill = tuple(row["decode"]), tuple(row["prefill"])
+        groups.setdefault((decode, prefill, tuple(row.get("small", decode))), []).append(row["layer"])
     lines = []
-    for (decode, prefill), numbers in groups.items():
+    for (decode, prefill, small), numbers in groups.items():
         where = f"fused in layers {layer_ranges(numbers)}:"
+        few = "" if small == decode else f"; decode of few rows {_listed(small)}"
         if decode == prefill:
-            lines.append(f"{where} {_listed(decode)}")
+            lines.append(f"{where} {_listed(decode)}{few}")
         else:
-            lines.append(f"{where} decode {_listed(decode)}; with prompts {_listed(prefill)}")
+            lines.append(f"{where} decode {_listed(decode)}{few}; with prompts {_listed(prefill)}")
     return lines
 
 

@@ -50,7 +50,8 @@ from funcllm.weights.load import layer_sources, load_params, refill
 log = logging.getLogger("funcllm")
 
 _TINY_BLOCKS = 3
-_WARM_ROWS = (6, 24)  # one of each batch class; these counts, 4, 8, 48 and _TINY_BLOCKS all differ
+_WARM_ROWS = (6, 24)  # one of each batch class; all the counts here differ
+_WARM_MIXED = {"decode": 4, "chunks": 8, "tokens": 48, "span": 32}
 _PLAN_WORDS = 1 << 18  # of the static plan buffer; a larger plan takes a slower way
 
 
@@ -287,7 +288,8 @@ class Runner:
     def _new_ring(self) -> None:
         if self.on_gpu:
             buckets = self.options.buckets
-            max_rows = buckets.decode[-1] + buckets.chunk_bucket(self.options.max_num_seqs)
+            served = buckets.decode[-1] + buckets.chunk_bucket(self.options.max_num_seqs)
+            max_rows = max(served, *_WARM_ROWS, _WARM_MIXED["decode"] + _WARM_MIXED["chunks"])
             self._ring = OutputRing(self.options.depth + 3, max_rows, self.device)
 
     def _new_cache(self, num_blocks: int) -> KVCache:
@@ -337,7 +339,7 @@ class Runner:
         options, buckets = self.options, self.options.buckets
         if options.compile:
             for filtered in (False, True):
-                self._trash_step(decode=4, chunks=8, tokens=48, span=32, filtered=filtered)
+                self._trash_step(**_WARM_MIXED, filtered=filtered)
                 for rows in {min(rows, buckets.decode[-1]) for rows in _WARM_ROWS}:
                     self._trash_step(decode=max(MIN_ROWS, rows), filtered=filtered)
         if not self.on_gpu:

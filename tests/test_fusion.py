@@ -12,7 +12,8 @@ from torch import Tensor
 from funcllm import fusion
 from funcllm import layers as defaults
 from funcllm.attention import paged_attention
-from funcllm.group import Group
+from funcllm.config import qwen3_config
+from funcllm.group import SINGLE, Group
 from funcllm.kernels.bundle import FAST, REFERENCE, SMALL_BLOCKS, Kernels
 from funcllm.qwen3 import qwen3
 from funcllm.record import FUNCTIONS, Layers
@@ -159,13 +160,13 @@ def test_the_batch_class_goes_by_rows_and_chunks() -> None:
     driver = Driver(qwen3(CONFIG, kernels=EVERY), random_params(CONFIG))
     driver.admit([1, 2], [Request(prompt=[1, 2]), Request(prompt=[3, 4, 5])])
     driver.step([], [(1, 2), (2, 2)])
-    assert fusion.batch_class(driver.inputs, EVERY) == "mixed"
+    assert fusion.batch_class(driver.inputs, EVERY.small_rows) == "mixed"
     driver.step([1], [(2, 1)])
-    assert fusion.batch_class(driver.inputs, EVERY) == "mixed"
+    assert fusion.batch_class(driver.inputs, EVERY.small_rows) == "mixed"
     driver.step([1, 2])
-    assert fusion.batch_class(driver.inputs, EVERY) == "small"
-    assert fusion.batch_class(driver.inputs, replace(EVERY, small_rows=1)) == "decode"
-    assert fusion.batch_class(driver.inputs, FAST) == "decode"
+    assert fusion.batch_class(driver.inputs, EVERY.small_rows) == "small"
+    assert fusion.batch_class(driver.inputs, 1) == "decode"
+    assert fusion.batch_class(driver.inputs, FAST.small_rows) == "decode"
 
 
 def test_defaults_are_told_by_identity() -> None:
@@ -189,3 +190,9 @@ def test_fused_blocks_round_where_the_composition_rounds(dtype: torch.dtype) -> 
         results.append(seen)
     for fused, plain in zip(*results):
         assert torch.equal(fused, plain)
+
+
+def test_small_blocks_are_left_to_models_with_small_weights() -> None:
+    assert fusion.small_rows(qwen3_config("0.6b"), SINGLE, EVERY) == 8
+    assert fusion.small_rows(qwen3_config("8b"), SINGLE, EVERY) == 0
+    assert fusion.small_rows(qwen3_config("1.7b"), Group(0, 4), EVERY) == 8
