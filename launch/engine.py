@@ -33,6 +33,7 @@ from funcllm.launch.text import TextStream
 from funcllm.launch.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, wrap_tokenizer
 from funcllm.qwen3 import qwen3
 from funcllm.record import Layers
+from funcllm.sampling import sample
 from funcllm.specs import local_shape, map_specs, named, spec_leaves, whole
 from funcllm.types import Component, Extra, Model, PyTree
 from funcllm.weights.hub import resolve as resolve_model
@@ -190,6 +191,7 @@ class Engine:
         if self._scheduler.length_limit < options.max_model_len:
             self.notes.append(f"sequences end at {self._scheduler.length_limit} tokens, where the KV pool is full")
         self._executor = _Executor(self._ranks, self._scheduler)
+        self._keep_changed_extras()
         self._loop = Loop(self._scheduler, self._executor, depth=options.depth)
         self._seed = seed
         self._ids = iter(range(1 << 62))
@@ -348,6 +350,7 @@ class Engine:
         if layers.captures != self.layers.captures:
             self._drop_captures()
         self.layers, self._single = layers, single
+        self._keep_changed_extras()
         self._layers_version += 1
         self._scheduler.reset_prefix_cache()
 
@@ -554,6 +557,15 @@ class Engine:
             weight_version=progress.weight_version,
             captured={name: torch.stack([values[name] for values in captured]) for name in names},
         )
+
+    def _keep_changed_extras(self) -> None:
+        """Lets a preempted request keep the extras that a swapped sampler has changed; the usual one changes none."""
+        may_change = bool(self.layers.extras) and self.layers.sample is not sample
+        self._scheduler.extras_of = self._extras_of if may_change else None
+
+    def _extras_of(self, row: int) -> bytes:
+        values = {name: value[row].cpu() for name, value in self._runner.state.extras.items()}
+        return b"".join(pack_extras(self.layers.extras, values).values())
 
     def _forget(self, request_id: int) -> None:
         self._requests.pop(request_id, None)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import Counter, deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -167,6 +168,7 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.length_limit = min(max_model_len, pool_capacity(num_blocks, block_size))
         self.check = check
+        self.extras_of: Callable[[int], bytes] | None = None  # of a state row, as the launched steps leave them
         width = num_blocks_for(self.length_limit - 1, block_size) if table_width is None else table_width
         self._validate(width)
 
@@ -540,6 +542,8 @@ class Scheduler:
             sequence: _Sequence = self._row_sequences[row]
             sequence.token_ids = self._rows.token_ids[row, : self._rows.committed_len[row]].copy()
             sequence.delivered = int(self._rows.delivered[row])
+            if self.extras_of is not None:
+                sequence.request = replace(sequence.request, extras=self.extras_of(row))
             sequence.in_flight = sum(any(sequence is other for other in step.sequences) for step in self._in_flight)
             self._release_row(row)
             self._preemptions += 1

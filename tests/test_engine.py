@@ -349,6 +349,32 @@ def test_bad_extras_fail_their_request_alone() -> None:
         assert_idle(engine)
 
 
+def counting(logits_lv: Tensor, context: Context, /) -> tuple[Tensor, dict[str, Tensor]]:
+    """A sampler with a memory: the best token, plus how many this request has sampled before."""
+    count_l = context.inputs.extras["count"][context.inputs.rows_b.long()]
+    ids_l = (logits_lv.argmax(-1) + count_l) % logits_lv.shape[1]
+    return ids_l.to(torch.int32), {"count": count_l + 1}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_a_sampler_keeps_in_an_extra_survives_preemption(depth: int) -> None:
+    layers = Layers(sample=counting).extra("count", dtype=torch.int64, default=0)
+    sampling = SamplingParams(max_tokens=30)
+    prompts = [prompt(5, seed) for seed in range(5)]
+    expected = []
+    for ids in prompts:
+        known = list(ids)
+        for count in range(30):
+            best = int(logits(weights(), torch.tensor(known), config=CONFIG)[-1].argmax())
+            known.append((best + count) % CONFIG.vocab_size)
+        expected.append(known[5:])
+    for kv_blocks in (80, 13):
+        with start(layers, kv_blocks=kv_blocks, depth=depth) as engine:
+            assert tokens(engine.generate(prompts, sampling)) == expected
+            assert (engine._scheduler.stats().preemptions > 0) == (kv_blocks == 13)
+            assert_idle(engine)
+
+
 # --- lengths ---------------------------------------------------------------------------------------------------------
 
 
@@ -1167,6 +1193,14 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         assert output.cached_tokens == 0
         assert output.weight_version > 0
         assert output.token_ids == by_hand(prompt(9), 12, params=engine.params)
+
+
+def test_nan_in_unused_slots_poisons_nothing() -> None:
+    lengths = (1, 3, 4, 20)
+    with start() as engine:
+        engine.call(lambda rank: [leaf.fill_(torch.nan) for layer in rank.cache for leaf in layer] and None)
+        outputs = engine.generate([prompt(n) for n in lengths], GREEDY)
+        assert tokens(outputs) == [by_hand(prompt(n), 12) for n in lengths]
 
 
 # --- captures and edits ----------------------------------------------------------------------------------------------
