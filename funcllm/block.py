@@ -87,11 +87,12 @@ def settle(stream: Stream, params: PyTree, site_name: str, context: Context, /) 
 
     x + update is rounded once to x's dtype, and the norm reads the rounded sum. Every rank must call it.
     """
-    if stream.update_td != () and not active(site_name, context) and fusion.fits(fusion.ADD_NORM, context):
-        update_td = all_reduce(stream.update_td, context.group)  # type: ignore[arg-type]
+    is_fused = fusion.fits(fusion.ADD_NORM, context)
+    if is_fused and isinstance(stream.update_td, Tensor) and not active(site_name, context):
+        update_td = all_reduce(stream.update_td, context.group)
         return context.kernels.add_rms_norm(stream.x_td, update_td, params.weight, context.config.rms_norm_eps)
     x_td = site(site_name, total(stream, context), context)
-    if fusion.fits(fusion.ADD_NORM, context):
+    if is_fused:
         return x_td, context.kernels.rms_norm(x_td, params.weight, context.config.rms_norm_eps)
     return x_td, same(context.layer.norm(x_td, params, context), x_td, "norm")
 

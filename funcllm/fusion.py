@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from funcllm import layers as defaults
+from funcllm.attention import paged_attention
 from funcllm.sites import active
 from funcllm.types import Context, StepInputs
 
@@ -83,18 +84,15 @@ def fits(entry: Fused, context: Context) -> bool:
 
 def is_default(name: str, fn: Any) -> bool:
     """Whether `fn` is funcllm's own function for that place."""
-    return fn is _default_functions()[name]
+    return fn is _DEFAULTS[name]
 
 
-def _default_functions() -> dict[str, Any]:
-    from funcllm.attention import paged_attention
-
-    return {
-        "norm": defaults.norm,
-        "qk_norm": defaults.qk_norm,
-        "rope": defaults.rope,
-        "attention": paged_attention,
-        "mlp": defaults.swiglu,
-        "linear": defaults.linear,
-        "head": defaults.head,
-    }
+_DEFAULTS: dict[str, Any] = {
+    "norm": defaults.norm,
+    "qk_norm": defaults.qk_norm,
+    "rope": defaults.rope,
+    "attention": paged_attention,
+    "mlp": defaults.swiglu,
+    "linear": defaults.linear,
+    "head": defaults.head,
+}

@@ -23,7 +23,7 @@ from funcllm.layers import head_weight, vocab_ids
 from funcllm.record import Layers, check_layers, value_key
 from funcllm.rope import inverse_frequencies
 from funcllm.sampling import sample
-from funcllm.sites import active, describe, site
+from funcllm.sites import active, check_passed, describe, site
 from funcllm.types import (
     Angles,
     AttentionParams,
@@ -312,9 +312,7 @@ def _layer_unit(
 ) -> tuple[Stream, PyTree, dict[str, Tensor]]:
     context = Context(layer=record, inputs=inputs, angles=angles, **static)
     stream, cache = record.block(stream, params, cache, context)
-    unseen = [name for name in record.captures if name not in context.captured]
-    if unseen:
-        raise ValueError(f"nothing passed the captured site {unseen[0]!r}: the functions of its layer do not mark it")
+    check_passed(context)
     return stream, cache, context.captured
 
 

@@ -51,6 +51,7 @@ ARITY = {
 }
 FUNCTIONS = tuple(ARITY)
 MODEL_FUNCTIONS = ("embed", "head", "sample")
+WITHOUT_NODE = ("linear", "sample")
 PARTIAL_SUMS = ("embed", "mlp")
 _EDIT_ARITY = "(x, context, /) -> x"
 
@@ -156,6 +157,11 @@ def check_arity(name: str, fn: Any) -> None:
         raise ValueError(
             f"{name}=Component(..., whole=True) means nothing, for {name} returns no partial sum; whole is for "
             f"{' and '.join(PARTIAL_SUMS)}"
+        )
+    if isinstance(fn, Component) and fn.specs is not None and name in WITHOUT_NODE:
+        raise ValueError(
+            f"{name}=Component(..., specs=...) has no node of its own in the parameter tree; give the specs to the "
+            "function whose weights it uses (mlp, block, ...)"
         )
 
 

@@ -33,11 +33,24 @@ def active(name: str, context: Context) -> bool:
     return name in context.layer.captures or any(site_name == name for site_name, _ in context.layer.edits)
 
 
+def check_passed(context: Context) -> None:
+    """Refuses edits and captures of sites that nothing passed: the functions in use do not mark them."""
+    wanted = [*(name for name, _ in context.layer.edits), *context.layer.captures]
+    unseen = [name for name in wanted if name not in context.passed]
+    if unseen:
+        raise ValueError(
+            f"nothing passed the site {unseen[0]!r}, which is edited or captured: the functions of its layer do not "
+            "mark it with site(...)"
+        )
+
+
 def site(name: str, x: Tensor, context: Context, /) -> Tensor:
     """x as it passes the site: edited, then recorded. The rows of `final` and `logits` are recorded whole.
 
     Raises ValueError where an edit changes the shape or the dtype.
     """
+    if active(name, context):
+        context.passed[name] = None
     for site_name, edit in context.layer.edits:
         if site_name != name:
             continue

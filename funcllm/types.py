@@ -283,7 +283,7 @@ class Context:
 
     `layer` is the record of functions resolved for this layer. `batch` is the batch class that this variant is compiled
     for: "small" (few decode rows), "decode" (decode rows only) or "mixed". `captured` collects what sites record during
-    this call.
+    this call, `passed` the names of the active sites that were passed.
     """
 
     config: ModelConfig
@@ -294,6 +294,7 @@ class Context:
     angles: Angles | tuple[()] = ()
     batch: str = "mixed"
     captured: dict[str, Tensor] = field(default_factory=dict, compare=False)
+    passed: dict[str, None] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -192,7 +192,7 @@ def test_an_own_site_of_an_own_function_is_captured_and_a_missing_one_is_an_erro
     expected = by_hand()["layers.1.mlp.out"][-1:] * 2
     assert relative(got["layers.1.mine"], expected) < 1e-5
     assert relative(got["layers.1.mlp.out"], expected) < 1e-5
-    with pytest.raises(ValueError, match="nothing passed the captured site 'yours'"):
+    with pytest.raises(ValueError, match="nothing passed the site 'yours'"):
         captured_of(Layers().at(1, mlp=mlp).capture("layers.1.yours"), 1, FAST)
 
 
@@ -329,3 +329,20 @@ def test_gathered_shares_are_the_whole_value() -> None:
     expected = run(Group())
     assert relative(expected, logits(random_params(CONFIG), IDS, config=CONFIG)) > 0.01
     assert all(relative(result, expected) < 1e-5 for result in on_ranks(run, 4))
+
+
+def test_an_edit_of_a_site_that_a_swapped_function_does_not_mark_is_refused() -> None:
+    def bare(x_td: Tensor, params: Any, context: Any, /) -> Tensor:
+        return x_td
+
+    config = tiny_config()
+    layers = Layers(mlp=bare).edit("layers.1.mlp.hidden", lambda x, context: x)
+    with pytest.raises(ValueError, match=r"nothing passed the site 'mlp\.hidden'"):
+        logits(random_params(config), torch.arange(4), config=config, layers=layers)
+
+
+@pytest.mark.parametrize("place", ["linear", "sample"])
+def test_specs_of_a_function_without_a_node_are_refused(place: str) -> None:
+    default = getattr(Layers(), place)
+    with pytest.raises(ValueError, match="no node of its own"):
+        Layers(**{place: Component(default, specs=lambda config, group, place: ())})
