@@ -6,6 +6,7 @@ processes, `runner` one rank's tensors, `scheduler` rows and blocks, `loop` the 
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from funcllm.launch.request import Request, SamplingParams, prefix_tag, resolve
 from funcllm.launch.ring import Handle, Outputs
 from funcllm.launch.runner import Runner, RunnerMethod, RunOptions, build_runtime
 from funcllm.launch.scheduler import Event, Scheduler
-from funcllm.launch.text import TextStream
+from funcllm.launch.text import Decode, TextStream, text_of
 from funcllm.launch.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, wrap_tokenizer
 from funcllm.qwen3 import qwen3
 from funcllm.record import Layers
@@ -277,14 +278,17 @@ class Engine:
             stream=stream or bool(params.stop),
         )
         self._loop.submit(request)
-        text = TextStream(
-            self._decoder(params) if detokenize else lambda ids: "",
-            params.stop or (),
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-        )
+        decode = self._decoder(params) if detokenize else lambda ids: ""
+        text = None
+        if request.stream:
+            text = TextStream(
+                decode,
+                params.stop or (),
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
         self._executor.captured[request_id] = []
-        self._requests[request_id] = _Progress(prompt if isinstance(prompt, str) else None, request, text)
+        self._requests[request_id] = _Progress(prompt if isinstance(prompt, str) else None, request, decode, text)
         return request_id
 
     def step(self) -> list[int]:
@@ -526,15 +530,17 @@ class Engine:
         token_ids = event.token_ids.tolist()
         progress.token_ids += token_ids
         progress.cached_tokens = max(progress.cached_tokens, event.cached_tokens)
-        progress.pieces.append(progress.text.push(token_ids))
-        reason = event.finish_reason
-        if progress.text.stopped is not None and reason != "error":
-            del progress.token_ids[progress.text.num_tokens :]
-            if reason is None:
-                self._scheduler.finish(event.request_id, "stop")
-            reason = "stop"
+        reason, text = event.finish_reason, progress.text
+        if text is not None:
+            progress.pieces.append(text.push(token_ids))
+            if text.stopped is not None and reason != "error":
+                del progress.token_ids[text.num_tokens :]
+                if reason is None:
+                    self._scheduler.finish(event.request_id, "stop")
+                reason = "stop"
+            if reason is not None:
+                progress.pieces.append(text.finish())
         if reason is not None:
-            progress.pieces.append(progress.text.finish())
             progress.finish_reason, progress.error = reason, event.error or None
             progress.weight_version = self.weight_version
             self._just_ended.append(request_id)
@@ -549,7 +555,7 @@ class Engine:
             index=index,
             prompt=progress.prompt,
             prompt_token_ids=progress.request.prompt_ids.tolist(),
-            text="".join(progress.pieces),
+            text=progress.whole_text(),
             token_ids=progress.token_ids,
             finish_reason=progress.finish_reason or "abort",
             cached_tokens=progress.cached_tokens,
@@ -561,11 +567,8 @@ class Engine:
     def _keep_changed_extras(self) -> None:
         """Lets a preempted request keep the extras that a swapped sampler has changed; the usual one changes none."""
         may_change = bool(self.layers.extras) and self.layers.sample is not sample
-        self._scheduler.extras_of = self._extras_of if may_change else None
-
-    def _extras_of(self, row: int) -> bytes:
-        values = {name: value[row].cpu() for name, value in self._runner.state.extras.items()}
-        return b"".join(pack_extras(self.layers.extras, values).values())
+        extras_of = functools.partial(_extras_of_row, self._runner, self.layers.extras)
+        self._scheduler.extras_of = extras_of if may_change else None
 
     def _forget(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
@@ -659,6 +662,11 @@ def pack_extras(extras: Sequence[Extra], values: Mapping[str, Any]) -> dict[str,
     return {extra.name: _extra_bytes(extra, values) for extra in extras}
 
 
+def _extras_of_row(runner: Runner, extras: Sequence[Extra], row: int) -> bytes:
+    values = {name: value[row].cpu() for name, value in runner.state.extras.items()}
+    return b"".join(pack_extras(extras, values).values())
+
+
 def _extra_bytes(extra: Extra, values: Mapping[str, Any]) -> bytes:
     given = values.get(extra.name, extra.default)
     try:
@@ -676,17 +684,21 @@ def _named(error: BaseException) -> str:
 
 @dataclass(eq=False)
 class _Progress:
-    """A request as its caller sees it."""
+    """A request as its caller sees it. text: where it is wanted as it comes, else the whole is decoded at the end."""
 
     prompt: str | None
     request: Request
-    text: TextStream
+    decode: Decode
+    text: TextStream | None
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     cached_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
     weight_version: int = 0
+
+    def whole_text(self) -> str:
+        return "".join(self.pieces) if self.text is not None else text_of(self.decode, self.token_ids)
 
 
 class _Launched(NamedTuple):
@@ -726,7 +738,7 @@ class _Executor:
         for request_id, place in zip(launched.request_ids, launched.plan.output_index.tolist()):
             records = self.captured.get(request_id)
             if records is not None and outputs.counts[place]:
-                values = {name: value[place] for name, value in outputs.captured.items()}
+                values = {name: value[place].clone() for name, value in outputs.captured.items()}
                 records.append(values)
 
 

@@ -1299,3 +1299,20 @@ def test_debug_checks_the_blocks_after_every_step() -> None:
                     engine.step()
             else:
                 engine.step()
+
+
+@pytest.mark.slow
+def test_a_compiled_engine_gives_the_same_tokens_in_any_mode() -> None:
+    """Compiled for a few token counts at the start, and never again."""
+    with start(compile=True, kv_blocks=120) as engine:
+        compiled = engine.describe()["compiled"]
+        assert compiled > 0
+        lengths = (1, 3, 9, 20)
+        assert tokens(engine.generate([prompt(n) for n in lengths], GREEDY)) == [
+            by_hand(prompt(n), 12) for n in lengths
+        ]
+        with torch.inference_mode():
+            more = engine.generate([prompt(n) for n in range(2, 15)], SAMPLED)
+        assert engine.describe()["compiled"] == compiled
+    with start(kv_blocks=120) as engine:
+        assert tokens(engine.generate([prompt(n) for n in range(2, 15)], SAMPLED)) == tokens(more)
