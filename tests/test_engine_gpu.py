@@ -106,3 +106,68 @@ def test_a_swapped_mlp_and_an_edit_run_under_graphs(tp: int) -> None:
         first = [o.captured["logits"][0] for o in (ours, other, default)]
         assert (first[0] - first[1]).abs().max() < 0.05 * first[0].abs().max()
         assert (first[0] - first[2]).abs().max() > 0.1 * first[0].abs().max()
+
+
+def small(seed: int = 5, **options: Any) -> Engine:
+    options = {"max_num_seqs": 8, "max_model_len": 1024, "kv_blocks": 400, "max_num_batched_tokens": 256} | options
+    return Engine(config=CONFIG, random_weights=True, seed=seed, device="cuda", **options)
+
+
+def half_mlp(x_td: Tensor, params: Any, context: Any, /) -> Tensor:
+    return swiglu(x_td, params, context) * 0.5
+
+
+def test_new_layers_and_new_weights_take_effect_under_graphs() -> None:
+    """As in an engine that was started with them: no graph, compiled unit or prefix of the old ones is used."""
+
+    def fresh(seed: int = 5, **options: Any) -> list[list[int]]:
+        with small(seed, **options) as engine:
+            return [output.token_ids for output in engine.generate(prompts(), GREEDY)]
+
+    usual, halved, others = fresh(), fresh(layers=Layers(mlp=half_mlp)), fresh(6)
+    assert usual != halved
+    assert usual != others
+    with small() as engine:
+
+        def now() -> list[list[int]]:
+            assert engine.describe()["graphs"] > 0
+            outputs = engine.generate(prompts(), GREEDY)
+            assert {output.cached_tokens for output in outputs} == {0}
+            return [output.token_ids for output in outputs]
+
+        assert now() == usual
+        engine.update_layers(Layers(mlp=half_mlp))
+        assert now() == halved
+        engine.update_layers(Layers())
+        assert now() == usual
+        engine.update_params(init_params(param_specs(CONFIG), seed=6, device="cuda", dtype=torch.bfloat16))
+        assert now() == others
+        engine.update_params(init_params(param_specs(CONFIG), seed=5, device="cuda", dtype=torch.bfloat16))
+        assert now() == usual
+
+
+def test_layers_that_fail_leave_the_old_ones_in_force() -> None:
+    def broken(x_td: Tensor, params: Any, context: Any, /) -> Tensor:
+        return swiglu(x_td, params, context)[:, :-1]
+
+    with small() as engine:
+        before = [output.token_ids for output in engine.generate(prompts(), GREEDY)]
+        graphs = engine.describe()["graphs"]
+        with pytest.raises(Exception, match=r"mlp|shape|size"):
+            engine.update_layers(Layers(mlp=broken))
+        assert engine.layers == engine.model.layers == Layers()
+        assert engine.describe()["graphs"] == graphs
+        assert [output.token_ids for output in engine.generate(prompts(), GREEDY)] == before
+
+
+def test_captures_stay_with_their_requests_when_rows_come_and_go() -> None:
+    """More requests than rows, of unlike lengths, at depth 2: each embedding captured is that of the token before."""
+    layers = Layers().capture("embed")
+    sampling = [replace(GREEDY, max_tokens=3 + 5 * (i % 7)) for i in range(40)]
+    batch = [[100 + i, *range(1, 1 + i % 9)] for i in range(40)]
+    with small(layers=layers, depth=2) as engine:
+        embedding = engine.params.embed_tokens.weight.cpu()
+        for output, params in zip(engine.generate(batch, sampling), sampling):
+            assert len(output.token_ids) == params.max_tokens
+            ids = torch.tensor([output.prompt_token_ids[-1], *output.token_ids[:-1]])
+            assert torch.equal(output.captured["embed"], embedding[ids])
