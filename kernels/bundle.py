@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcllm.kernels import fast, fused, gemv, ops, reference
+from funcllm.kernels import cpu_step, fast, fused, gemv, ops, reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,8 @@ def fast_kernels(device: torch.device, head_dim: int, dtype: torch.dtype, block_
     """
     if device.type != "cuda":
         why = (f"attention: batched PyTorch, since the device is {device.type}",)
-        bundle = replace(FAST, prefill="cpu", decode="cpu", why=why)
+        bundle = replace(FAST, decode_inputs=cpu_step.decode_inputs, advance=cpu_step.advance)
+        bundle = replace(bundle, prefill="cpu", decode="cpu", why=why)
         if dtype != torch.float32:
             return bundle
         return replace(bundle, fused=FAST.fused | SMALL_BLOCKS, small_rows=SMALL_ROWS)

@@ -6,15 +6,14 @@ they read and write lies on the device, so that they may be captured.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# top_k_r, top_p_r, min_p_r, min_length_r, stop_ids_rs
-StateFilters = tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | tuple[()]
+from funcllm.kernels.cpu_step import DecodeStep, StateFilters
 
 _TABLE_BLOCK = 1024
 _ADVANCE_BLOCK = 512  # rows that the one program of `advance` takes at a time
@@ -23,26 +22,6 @@ _FIRST_MULTIPLIER = tl.constexpr(0xD2511F53)
 _SECOND_MULTIPLIER = tl.constexpr(0xCD9E8D57)
 _FIRST_WEYL = tl.constexpr(0x9E3779B9)
 _SECOND_WEYL = tl.constexpr(0xBB67AE85)
-
-
-class DecodeStep(NamedTuple):
-    """The inputs of a pure decode step: one token a row, so that t = l = b. Names and types as in StepInputs."""
-
-    rows_b: Tensor
-    token_ids_b: Tensor
-    positions_b: Tensor
-    slots_b: Tensor
-    prompt_lens_b: Tensor
-    query_lens_b: Tensor
-    logit_tokens_b: Tensor
-    samples_b: Tensor
-    block_table_bm: Tensor
-    kv_lens_b: Tensor
-    temperature_b: Tensor
-    seed_b: Tensor
-    lengths_b: Tensor
-    noise_keys_b2: Tensor
-    filters: tuple[Tensor, Tensor, Tensor, Tensor] | tuple[()]  # top_k, top_p, min_p, forbidden
 
 
 def decode_inputs(

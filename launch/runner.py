@@ -494,13 +494,12 @@ class Runner:
 
     def _step(self, inputs: StepInputs) -> StepOutputs:
         outputs, self.cache = self.model.step(self.params, self.cache, inputs)
-        if self.on_gpu and self.kernels.advance is not None:
+        advance_rows = self.kernels.advance
+        if self.on_gpu and advance_rows is not None:
             self._ring.store_captured(outputs.captured)
-            advance_rows = functools.partial(self.kernels.advance, ring=self._ring.rows)
-            self.state, outputs = advance(self.state, inputs, outputs, advance_rows=advance_rows)
-            return outputs
-        self.state, outputs = advance(self.state, inputs, outputs)
-        if self.on_gpu:
+            advance_rows = functools.partial(advance_rows, ring=self._ring.rows)
+        self.state, outputs = advance(self.state, inputs, outputs, advance_rows=advance_rows)
+        if self.on_gpu and advance_rows is None:
             self._ring.store(outputs)
         return outputs
 

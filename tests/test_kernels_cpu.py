@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_kernels_step import assert_same, outputs_of, random_rows, random_state, random_tokens
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from funcllm.kernels import cpu, cpu_sampler, radix, reference
+from funcllm.kernels import cpu, cpu_sampler, cpu_step, radix, reference
 from funcllm.kernels.bundle import FAST, SMALL_BLOCKS, fast_kernels
+from funcllm.state import advance, inputs_of
 
 INF = float("inf")
 
@@ -104,6 +107,53 @@ def test_rows_without_keys_beside_others_come_out_as_zero() -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     assert (ours[[0, 2]] == 0).all()
     assert (ours[1] != 0).all()
+
+
+# --- before and after a step -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("filtered", [False, True], ids=["plain", "filtered"])
+@pytest.mark.parametrize(("bucket", "width", "block_size"), [(1, 1, 128), (2, 9, 16), (24, 1500, 1), (40, 7, 16)])
+def test_inputs_of_a_decode_step(bucket: int, width: int, block_size: int, filtered: bool) -> None:
+    options: dict[str, Any] = {"num_tokens": bucket, "block_size": block_size, "filtered": filtered}
+    for seed in range(4):
+        state = random_state(seed, "cpu", width=width, block_size=block_size)
+        before, rows = pytree.tree_map(torch.clone, state), random_rows(seed, bucket, "cpu")
+        ours = inputs_of(state, rows, capturing=filtered, decode_inputs=cpu_step.decode_inputs, **options)
+        theirs = inputs_of(state, rows, capturing=filtered, **options)
+        sampling = ours.sampling
+        assert sampling
+        assert_same(sampling.noise_keys_l2, reference.noise_keys(sampling.seed_l, sampling.positions_l))
+        assert_same(ours._replace(sampling=sampling._replace(noise_keys_l2=())), theirs)
+        assert_same(state, before)
+
+
+def test_noise_keys_are_the_frozen_ones() -> None:
+    seeds, positions = torch.tensor([0, 1, 42, 2**40 + 7, -1]), torch.tensor([0, 1, 1000, 2**31 - 1, 17])
+    assert cpu_step.noise_keys(seeds.numpy(), positions.to(torch.int32).numpy()).tolist() == [
+        [1713891541, 3781805453],
+        [2886210587, 3754282174],
+        [3354629496, 2923741036],
+        [2416299089, 1942868194],
+        [1861354478, 3099962209],
+    ]
+
+
+@pytest.mark.parametrize("bucket", [1, 2, 23, 40])
+def test_advance(bucket: int) -> None:
+    fates = set()
+    for seed in range(4):
+        state, rows = random_state(seed, "cpu"), random_rows(seed, bucket, "cpu")
+        twin = pytree.tree_map(torch.clone, state)
+        inputs = inputs_of(state, rows, num_tokens=bucket, block_size=16)
+        outputs = outputs_of(random_tokens(seed, bucket, "cpu"), inputs, {"bias": torch.rand(bucket, 2)})
+        state, ours = advance(state, inputs, outputs, advance_rows=cpu_step.advance)
+        twin, theirs = advance(twin, inputs, outputs)
+        assert_same(ours, theirs)
+        assert_same(state, twin)
+        fates |= set(zip(theirs.count_l.tolist(), theirs.alive_l.tolist()))
+    if bucket == 40:
+        assert fates == {(0, False), (0, True), (1, False), (1, True)}
 
 
 # --- sampler ---------------------------------------------------------------------------------------------------------
