@@ -32,7 +32,7 @@ from funcllm.types import Context
 from tests.tiny import tiny_config
 
 CONFIG = tiny_config(vocab_size=199, eos_token_ids=(), tie_word_embeddings=True)
-GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 LENGTHS = (9, 1, 20, 5)
 SITES = ("embed", "layers.0.residual_mid", "layers.1.mlp.out", "final", "logits")
 
@@ -96,8 +96,8 @@ def tokens(outputs: list[Output]) -> list[list[int]]:
 SAMPLINGS = {
     "greedy": GREEDY,
     "sampled": SamplingParams(temperature=1.0, seed=3, max_tokens=10),
-    "narrow": SamplingParams(temperature=1.5, top_k=40, top_p=0.9, min_p=0.01, seed=4, max_tokens=10),
-    "hot, of the last columns too": SamplingParams(temperature=5.0, top_p=0.99, seed=5, max_tokens=10),
+    "narrow": SamplingParams(temperature=1.5, top_k=40, top_p=0.9, min_p=0.01, seed=4, max_tokens=8),
+    "hot, of the last columns too": SamplingParams(temperature=5.0, top_p=0.99, seed=5, max_tokens=8),
     "no stop id early": replace(GREEDY, min_tokens=5, stop_token_ids=tuple(range(190, 198))),
 }
 
@@ -158,7 +158,7 @@ def test_captures_and_edits_by_closures_are_what_a_whole_forward_sees(engine: En
         torch.testing.assert_close(output.captured["logits"], whole[:, :share], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(output.captured["embed"], weights().embed_tokens.weight[ids[first:]])
         assert set(output.captured) == set(SITES)
-        assert all(len(value) == 10 for value in output.captured.values())
+        assert all(len(value) == 8 for value in output.captured.values())
 
 
 def test_captures_are_the_same_at_every_size(engine: Engine, single: Engine) -> None:
@@ -247,7 +247,7 @@ def test_a_rank_killed_in_the_middle_of_generate() -> None:
     other = engine.submit(prompts()[1], GREEDY)
     with pytest.raises(EngineError, match="rank 1 was killed by SIGKILL"):
         engine.generate(prompts() * 2, replace(GREEDY, max_tokens=None))
-    assert time.monotonic() - killed[0] < 5
+    assert time.monotonic() - killed[0] < 10  # 5 on an idle machine
     thread.join()
     with pytest.raises(EngineError, match="rank 1 was killed by SIGKILL"):
         engine.generate([[1]], GREEDY)
