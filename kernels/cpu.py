@@ -6,6 +6,8 @@ calls of microseconds, so their number counts as much as the arithmetic.
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import torch
@@ -152,23 +154,48 @@ def attend_decode(
     times 0 is 0 only if finite), and for windows, each row's own positions alone are gathered.
     """
     longest = int(kv_lens_b.max()) if kv_lens_b.numel() else 0
-    span = min(longest, window) if window > 0 else longest
-    if span == 0:
+    if longest == 0:
         out_bnh.zero_()
         return
     block_size, num_kv_heads = k_cache_pskh.shape[1:3]
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks_n": sinks_n}
-    if span == longest:
-        index = _index_of_blocks(block_table_bm, longest, block_size, num_kv_heads)
-        unseen_bL = torch.arange(index.shape[1]) >= kv_lens_b[:, None]
-        _attend_gathered(q_bnh, k_cache_pskh, v_cache_pskh, index, unseen_bL, out_bnh, **options)
-        if not bool(torch.isnan(out_bnh.sum())):
+    if not 0 < window < longest:
+        index, unseen_b1L = _blocks_of(block_table_bm, kv_lens_b, longest, block_size, num_kv_heads)
+        _attend_gathered(q_bnh, k_cache_pskh, v_cache_pskh, index, unseen_b1L, out_bnh, **options)
+        if not math.isnan(float(out_bnh.sum())):
             return
+    span = min(longest, window) if window > 0 else longest
     position_bL = kv_lens_b.long()[:, None] + torch.arange(-span, 0)
-    unseen_bL = position_bL < 0
+    unseen_b1L = (position_bL < 0)[:, None, :]
     index = _index(block_table_bm, position_bL.clamp_(min=0), block_size, num_kv_heads)
-    _attend_gathered(q_bnh, k_cache_pskh, v_cache_pskh, index, unseen_bL, out_bnh, **options)
+    _attend_gathered(q_bnh, k_cache_pskh, v_cache_pskh, index, unseen_b1L, out_bnh, **options)
     out_bnh.masked_fill_((kv_lens_b == 0)[:, None, None], 0.0)
+
+
+def _blocks_of(
+    block_table_bm: Tensor, kv_lens_b: Tensor, longest: int, block_size: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor]:
+    """(index as in `_index` of all positions in the blocks that `longest` tokens take, which of them are unseen).
+
+    Kept for the other layers of a step: tensors are keys by identity, and their versions tell of writes.
+    """
+    sizes = (longest, block_size, num_kv_heads)
+    if block_table_bm.is_inference() or kv_lens_b.is_inference():
+        return _find_blocks.__wrapped__(block_table_bm, kv_lens_b, (), sizes)
+    return _find_blocks(block_table_bm, kv_lens_b, (block_table_bm._version, kv_lens_b._version), sizes)
+
+
+@functools.lru_cache(maxsize=1)
+def _find_blocks(
+    block_table_bm: Tensor, kv_lens_b: Tensor, versions: tuple[int, ...], sizes: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
+    longest, block_size, num_kv_heads = sizes
+    num_blocks, width = -(-longest // block_size), block_size * num_kv_heads
+    first_bm = block_table_bm[:, :num_blocks].long() * width
+    inside_ks = torch.arange(num_kv_heads)[:, None] + torch.arange(0, width, num_kv_heads)
+    index_xL = (first_bm[:, None, :, None] + inside_ks[:, None, :]).reshape(-1, num_blocks * block_size)
+    unseen_bL = torch.arange(index_xL.shape[1]) >= kv_lens_b[:, None]
+    return index_xL, unseen_bL[:, None, :]
 
 
 def _attend_gathered(
@@ -176,7 +203,7 @@ def _attend_gathered(
     k_cache_pskh: Tensor,
     v_cache_pskh: Tensor,
     index_xL: Tensor,
-    unseen_bL: Tensor,
+    unseen_b1L: Tensor,
     out_bnh: Tensor,
     *,
     scale: float,
@@ -190,10 +217,13 @@ def _attend_gathered(
     scores_xgL = torch.bmm(q_xgh, _gathered(k_cache_pskh, index_xL).float().transpose(1, 2)).mul_(scale)
     if softcap > 0:
         scores_xgL = softcap * torch.tanh(scores_xgL / softcap)
-    scores_bnL = scores_xgL.view(batch, num_heads, -1).masked_fill_(unseen_bL[:, None, :], float("-inf"))
+    scores_bnL = scores_xgL.view(batch, num_heads, -1).masked_fill_(unseen_b1L, float("-inf"))
     weights_xgL = _softmax(scores_bnL, sinks_n).reshape(scores_xgL.shape)
-    out_xgh = torch.bmm(weights_xgL, _gathered(v_cache_pskh, index_xL).float())
-    out_bnh.copy_(out_xgh.view(out_bnh.shape))
+    v_xLh = _gathered(v_cache_pskh, index_xL).float()
+    if out_bnh.dtype == torch.float32 and out_bnh.is_contiguous():
+        torch.bmm(weights_xgL, v_xLh, out=out_bnh.view(q_xgh.shape))
+    else:
+        out_bnh.copy_(torch.bmm(weights_xgL, v_xLh).view(out_bnh.shape))
 
 
 def attend_chunks(
@@ -270,14 +300,6 @@ def _index(block_table_bm: Tensor, position_bL: Tensor, block_size: int, num_kv_
     block_bL = block_table_bm.gather(1, position_bL // block_size).long()
     slot_bL = block_bL * block_size + position_bL % block_size
     return (slot_bL[:, None, :] * num_kv_heads + torch.arange(num_kv_heads)[:, None]).flatten(0, 1)
-
-
-def _index_of_blocks(block_table_bm: Tensor, longest: int, block_size: int, num_kv_heads: int) -> Tensor:
-    """As `_index`, of all positions in the blocks that `longest` tokens take."""
-    num_blocks, width = -(-longest // block_size), block_size * num_kv_heads
-    first_bm = block_table_bm[:, :num_blocks].long() * width
-    inside_ks = torch.arange(num_kv_heads)[:, None] + torch.arange(0, width, num_kv_heads)
-    return (first_bm[:, None, :, None] + inside_ks[:, None, :]).reshape(-1, num_blocks * block_size)
 
 
 def _gathered(cache_pskh: Tensor, index_xL: Tensor) -> Tensor:

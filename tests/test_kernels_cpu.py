@@ -109,6 +109,19 @@ def test_rows_without_keys_beside_others_come_out_as_zero() -> None:
     assert (ours[1] != 0).all()
 
 
+def test_lengths_and_blocks_written_in_place_count_at_once() -> None:
+    q, caches = values(2, 4, 8), [values(14, 4, 2, 8, seed=2), values(14, 4, 2, 8, seed=3)]
+    table, lens = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32), torch.tensor([7, 8], dtype=torch.int32)
+    for edit in (lambda: None, lambda: lens.copy_(torch.tensor([8, 5])), lambda: table[0].fill_(9)):
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                edit()
+                out = torch.empty_like(q)
+                cpu.attend_decode(q, *caches, table, lens, out, scale=0.3)
+                expected = reference.attend(q, *caches, (table, lens), (), scale=0.3)
+                torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
 # --- before and after a step -----------------------------------------------------------------------------------------
 
 
