@@ -1,19 +1,25 @@
 """The sampler's ops on the CPU: equal to their plain twins, with work for the rows and columns that need it only.
 
 A winner is found by its score and only then made a key; noise is drawn for rows that sample, and behind a threshold for
-the columns that pass it. A threshold is searched among a few hundred largest logits. Where that does not decide (NaN,
-zeros of both signs, a nucleus of more columns), the plain functions do. Values are read on the host.
+the columns that pass it. A threshold is found by sorting the columns that can matter. Where a NaN or the sign of a zero
+decides, the plain functions do. Values are read on the host.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from funcllm.kernels import radix, reference
 
-_CANDIDATES = 256  # largest logits of a row that a threshold is searched among
+Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.float32]
+
 _MASK32 = 0xFFFFFFFF
 _ID_STEP, _FIRST_MIX, _SECOND_MIX = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 
@@ -77,14 +83,14 @@ def _noisy_few(score_xv: Tensor, temperature_x: Tensor, keys_x2: Tensor, first_i
     return score_xv.index_put(where, noise_i.add_(score_xv[where] / temperature_x[row_i]))
 
 
-def _gumbel(ids: np.ndarray, first_word: np.ndarray, second_word: np.ndarray) -> Tensor:
+def _gumbel(ids: Array, first_word: Array, second_word: Array) -> Tensor:
     """reference.gumbel_noise of ids and the two words of their rows' keys, all uint32 that broadcast."""
     bits = _mix(_mix(ids * _ID_STEP + first_word) ^ second_word)
     u = torch.from_numpy(bits.astype(np.float32)).add_(0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix(x: Array) -> Array:
     """reference._mix32 in arithmetic modulo 2^32; x is overwritten."""
     x ^= x >> 16
     x *= _FIRST_MIX
@@ -109,42 +115,55 @@ def filter_threshold(
 ) -> tuple[Tensor, Tensor]:
     """radix.threshold_alone, equal to it in every bit."""
     numbers_lv = radix.numbers(logits_lv, forbidden_ls, first_id, num_ids)
-    settings = (temperature_l, top_k_l, top_p_l)
-    found = _among_largest(numbers_lv, *settings) if numbers_lv.numel() else None
-    if found is None:
-        return radix.threshold_alone(numbers_lv, forbidden_ls[:, :0], first_id, num_ids, *settings, min_p_l)
-    value_l, largest_l = found
-    by_count_l = (top_k_l > 0) & (top_k_l <= num_ids)
-    asks_l = (temperature_l > 0) & (by_count_l | (top_p_l < 1) | (min_p_l > 0))
-    return value_l, torch.where(asks_l, largest_l, float("-inf"))
-
-
-def _among_largest(
-    numbers_lv: Tensor, temperature_l: Tensor, top_k_l: Tensor, top_p_l: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """(threshold, largest logit) of each row by its largest logits in order; None where they do not decide."""
-    num_columns = numbers_lv.shape[1]
-    width = min(num_columns, _CANDIDATES)
-    sorted_lc = numbers_lv.topk(width, dim=-1).values
-    largest_l, least_l = sorted_lc[:, 0], sorted_lc[:, -1]
     sampled_l = temperature_l > 0
-    by_count_l, by_mass_l = sampled_l & (top_k_l > 0) & (top_k_l <= num_columns), sampled_l & (top_p_l < 1)
-    counted_l = sorted_lc.gather(1, (top_k_l.long() - 1).clamp(min=0, max=width - 1)[:, None])[:, 0]
-    value_l = torch.where(by_count_l, counted_l, float("-inf"))
-    undecided_l = by_count_l & ((top_k_l > width) | (value_l == 0))
-    if bool(by_mass_l.any()):
-        heat_l1 = torch.where(sampled_l, temperature_l, 1.0)[:, None]
-        mass_lc = radix.masses(sorted_lc, largest_l[:, None], heat_l1)
-        mass_lc = mass_lc.masked_fill_(sorted_lc < value_l[:, None], 0)
-        total_l = mass_lc.sum(-1)
-        hidden_x = (by_mass_l & (least_l >= value_l)).nonzero()[:, 0] if width < num_columns else top_k_l[:0]
-        if len(hidden_x):
-            numbers_xv, floor_x1 = numbers_lv[hidden_x], value_l[hidden_x][:, None]
-            mass_xv = radix.masses(numbers_xv, largest_l[hidden_x][:, None], heat_l1[hidden_x])
-            total_l[hidden_x] = mass_xv.masked_fill_(numbers_xv < floor_x1, 0).sum(-1)
-        target_l = (top_p_l.double() * total_l).ceil().to(torch.int64).clamp(min=1)
-        index_l = (mass_lc.cumsum(-1) < target_l[:, None]).sum(-1)
-        reached_l = sorted_lc.gather(1, index_l.clamp(max=width - 1)[:, None])[:, 0]
-        undecided_l |= by_mass_l & ((index_l == width) | (reached_l == 0))
-        value_l = torch.where(by_mass_l, torch.maximum(value_l, reached_l), value_l)
-    return None if bool(undecided_l.any()) else (value_l, largest_l)
+    by_count_l, by_mass_l = sampled_l & (top_k_l > 0) & (top_k_l <= num_ids), sampled_l & (top_p_l < 1)
+    rows_x = (by_count_l | by_mass_l | (sampled_l & (min_p_l > 0))).nonzero()[:, 0]
+    value_l, largest_l = numbers_lv.new_full((2, len(sampled_l)), float("-inf"))
+    if not len(rows_x) or not num_ids:
+        return value_l, largest_l
+    logits_xv = numbers_lv.numpy()[rows_x.numpy()]
+    largest_x = logits_xv.max(axis=1)
+    largest_l[rows_x] = torch.from_numpy(largest_x)
+    per_octave_x = (radix.LOG2_E / temperature_l[rows_x]).numpy()
+    counts, shares = (
+        torch.where(by_count_l, top_k_l, 0)[rows_x].tolist(),
+        torch.where(by_mass_l, top_p_l, 1.0)[rows_x].tolist(),
+    )
+    masses_xv = _masses(logits_xv, largest_x, per_octave_x) if any(share < 1 for share in shares) else logits_xv
+    limits = [_limit(*row) for row in zip(logits_xv, masses_xv, counts, shares)]
+    if any(limit == 0 for limit in limits):
+        settings = (temperature_l, top_k_l, top_p_l, min_p_l)
+        return radix.threshold_alone(numbers_lv, forbidden_ls[:, :0], first_id, num_ids, *settings)
+    value_l[rows_x] = torch.tensor(limits)
+    return value_l, largest_l
+
+
+def _limit(logits_v: Floats, mass_v: Array, count: int, share: float) -> float:
+    """The smallest logit among the `count` largest (0: all) and, of those, among the most probable `share`."""
+    limit = float(np.partition(logits_v, -count)[-count]) if count else -math.inf
+    if share >= 1:
+        return limit
+    if count:
+        mass_v = np.where(logits_v < limit, 0, mass_v)
+    total = int(mass_v.sum())
+    target = max(1, math.ceil(share * total))
+    few = np.flatnonzero(mass_v > max(0, total - target) // len(mass_v))  # the others together are not missed
+    descending = few[np.argsort(logits_v[few])[::-1]]
+    last = np.searchsorted(mass_v[descending].cumsum(), target)
+    return float(logits_v[descending[last]])
+
+
+def _masses(logits_xv: Floats, largest_x: Floats, per_octave_x: Floats) -> Array:
+    """radix.masses, of rows; per_octave: log2(e) / temperature."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        octaves = (logits_xv - largest_x[:, None]) * per_octave_x[:, None]
+    octaves[logits_xv == largest_x[:, None]] = 0
+    np.minimum(np.fmax(octaves, -64, out=octaves), 0, out=octaves)
+    whole = np.floor(octaves)
+    octaves -= whole
+    power = np.full_like(octaves, radix.EXP2_COEFFICIENTS[0])
+    for coefficient in radix.EXP2_COEFFICIENTS[1:]:
+        power *= octaves
+        power += np.float32(coefficient)
+    power *= np.float32(1 << radix.MASS_BITS)
+    return power.astype(np.int64) >> np.minimum(-whole, 63).astype(np.int64)
