@@ -6,11 +6,13 @@ under torch.func and where an input requires grad, instead of returning a wrong 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from funcllm.kernels import cpu, ops
-from funcllm.kernels.fused import refuse_transforms
+from funcllm.kernels.fused import refuse_transforms, runs_on_cpu
 from funcllm.kernels.reference import ChunkTensors, DecodeTensors
 
 
@@ -82,7 +84,8 @@ def _attend(
     prefill: str,
 ) -> Tensor:
     refuse_transforms("attend", q_tnh, k_cache_pskh, v_cache_pskh, sinks_n)
-    return torch.ops.funcllm.attend.default(
+    op: Callable[..., Tensor] = ops.attend_cpu if runs_on_cpu(q_tnh) else torch.ops.funcllm.attend.default
+    return op(
         q_tnh,
         k_cache_pskh,
         v_cache_pskh,

@@ -10,7 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funcllm.kernels import ops_fused  # noqa: F401  registers the ops
+from funcllm.kernels import (
+    cpu,
+    ops_fused,  # noqa: F401  registers the ops
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
@@ -22,6 +25,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Ten
 def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """(x + update summed in fp32 and rounded once, the rms norm of the rounded sum)."""
     refuse_transforms("add_rms_norm", x, update, weight)
+    if runs_on_cpu(x):
+        return cpu.add_rms_norm(x, update, weight, eps)
     return torch.ops.funcllm.add_rms_norm.default(x, update, weight, eps, pdl)
 
 
@@ -45,20 +50,12 @@ def qk_norm_rope_write(
     q, k and v may be strided views of one packed tensor; the caches are contiguous; slots are int64.
     """
     refuse_transforms("qk_norm_rope_write", q_tnh, k_tkh, v_tkh, q_weight_h, k_weight_h, k_cache_pskh, v_cache_pskh)
-    out_tnh = torch.ops.funcllm.qk_norm_rope_write.default(
-        q_tnh,
-        k_tkh,
-        v_tkh,
-        _or_none(q_weight_h),
-        _or_none(k_weight_h),
-        eps,
-        cos_th,
-        sin_th,
-        k_cache_pskh,
-        v_cache_pskh,
-        slots_t,
-        pdl,
-    )
+    weights = (_or_none(q_weight_h), _or_none(k_weight_h))
+    arguments = (q_tnh, k_tkh, v_tkh, *weights, eps, cos_th, sin_th, k_cache_pskh, v_cache_pskh, slots_t)
+    if runs_on_cpu(q_tnh):
+        out_tnh = cpu.qk_norm_rope_write(*arguments)
+    else:
+        out_tnh = torch.ops.funcllm.qk_norm_rope_write.default(*arguments, pdl)
     return out_tnh, k_cache_pskh, v_cache_pskh
 
 
@@ -104,6 +101,11 @@ def refuse_transforms(name: str, *tensors: Tensor | tuple[()]) -> None:
             f"{name} runs as a kernel and has no derivative; "
             "build the model with kernels=REFERENCE to differentiate, or call it under torch.no_grad()"
         )
+
+
+def runs_on_cpu(x: Tensor) -> bool:
+    """Whether the CPU's function may be called itself: outside of the compiler, an op around it costs time only."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
 
 
 def _or_none(x: Tensor | tuple[()]) -> Tensor | None:

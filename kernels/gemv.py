@@ -1,7 +1,7 @@
 """Matrix products of few rows, with what stands before and behind them in a layer: ops `funcllm::small_linear`, ...
 
-On CUDA they are one Triton kernel each (triton_gemv.py), on CPU the composition of the reference ops, which is also
-what the kernels round like. Like the other kernels they have no derivative and refuse transforms.
+On CUDA they are one Triton kernel each (triton_gemv.py), on CPU the composition of cpu.py's functions, which round
+like the reference and the kernels. Like the other kernels they have no derivative and refuse transforms.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcllm.kernels import cpu
-from funcllm.kernels.fused import refuse_transforms
+from funcllm.kernels.fused import refuse_transforms, runs_on_cpu
 from funcllm.kernels.gemv_config import MAX_ROWS, GemvConfig, unpacked
 from funcllm.kernels.ops_fused import ON_GPU, define
 
@@ -42,9 +42,8 @@ def small_linear(
     wide: the fp32 accumulator instead of x's dtype. A sum with the residual is made in fp32 and rounded once.
     """
     refuse_transforms("small_linear", x_td, weight_od, residual_to)
-    return torch.ops.funcllm.small_linear.default(
-        x_td, weight_od, _or_none(bias_o), None, 0.0, _or_none(residual_to), silu, wide, _packed(config), pdl
-    )
+    op = _small_linear_cpu if runs_on_cpu(x_td) else torch.ops.funcllm.small_linear.default
+    return op(x_td, weight_od, _or_none(bias_o), None, 0.0, _or_none(residual_to), silu, wide, _packed(config), pdl)
 
 
 def norm_small_linear(
@@ -81,9 +80,8 @@ def add_norm_small_linear(
 ) -> tuple[Tensor, Tensor]:
     """(x + update rounded once, norm_small_linear of that sum)."""
     refuse_transforms("add_norm_small_linear", x_td, update_td, norm_weight_d, weight_od)
-    return torch.ops.funcllm.add_norm_small_linear.default(
-        x_td, update_td, norm_weight_d, eps, weight_od, _or_none(bias_o), silu, wide, _packed(config), pdl
-    )
+    op = _add_norm_small_linear_cpu if runs_on_cpu(x_td) else torch.ops.funcllm.add_norm_small_linear.default
+    return op(x_td, update_td, norm_weight_d, eps, weight_od, _or_none(bias_o), silu, wide, _packed(config), pdl)
 
 
 # --- ops -------------------------------------------------------------------------------------------------------------
@@ -152,8 +150,8 @@ def _add_norm_small_linear_cpu(
     config: list[int],
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    total = (x.float() + update.float()).to(x.dtype)
-    return total, _small_linear_cpu(total, weight, bias, norm_weight, eps, None, silu, wide, config)
+    total, normed = cpu.add_rms_norm(x, update, norm_weight, eps)
+    return total, _small_linear_cpu(normed, weight, bias, None, eps, None, silu, wide, config)
 
 
 def _add_norm_small_linear_cuda(

@@ -38,7 +38,7 @@ def _write_fake(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: T
     return None
 
 
-def _attend_cpu(
+def attend_cpu(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -54,6 +54,7 @@ def _attend_cpu(
     softcap: float,
     prefill: str,
 ) -> Tensor:
+    """What the op does on the CPU."""
     out = torch.empty(q.shape, dtype=q.dtype)
     batch = 0 if decode_table is None else decode_table.shape[0]
     if decode_table is not None and decode_lens is not None:
@@ -193,6 +194,6 @@ def _triton() -> tuple[ModuleType, ModuleType, ModuleType]:
 LIBRARY.impl("write_kv", _write_cpu, "CPU")
 LIBRARY.impl("write_kv", _write_cuda, "CUDA")
 register_fake("funcllm::write_kv", _write_fake, lib=LIBRARY)
-LIBRARY.impl("attend", _attend_cpu, "CPU")
+LIBRARY.impl("attend", attend_cpu, "CPU")
 LIBRARY.impl("attend", _attend_cuda, "CUDA")
 register_fake("funcllm::attend", _attend_fake, lib=LIBRARY)
