@@ -104,8 +104,12 @@ def refuse_transforms(name: str, *tensors: Tensor | tuple[()]) -> None:
 
 
 def runs_on_cpu(x: Tensor) -> bool:
-    """Whether the CPU's function may be called itself: outside of the compiler, an op around it costs time only."""
-    return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
+    """Whether the CPU's function may be called itself: an op around it costs time, and only the compiler and a profile,
+    which names ops, need it.
+    """
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type != "cpu":
+        return False
+    return not torch.autograd._profiler_enabled()
 
 
 def _or_none(x: Tensor | tuple[()]) -> Tensor | None:
