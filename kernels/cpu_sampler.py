@@ -118,7 +118,8 @@ def filter_threshold(
     sampled_l = temperature_l > 0
     by_count_l, by_mass_l = sampled_l & (top_k_l > 0) & (top_k_l <= num_ids), sampled_l & (top_p_l < 1)
     rows_x = (by_count_l | by_mass_l | (sampled_l & (min_p_l > 0))).nonzero()[:, 0]
-    value_l, largest_l = numbers_lv.new_full((2, len(sampled_l)), float("-inf"))
+    value_l = numbers_lv.new_full((len(sampled_l),), float("-inf"))
+    largest_l = value_l.clone()
     if not len(rows_x) or not num_ids:
         return value_l, largest_l
     logits_xv = numbers_lv.numpy()[rows_x.numpy()]
