@@ -272,7 +272,7 @@ def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _frequencies(config: ModelConfig, device: torch.device) -> Tensor:
-    with torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         frequencies, attention_factor = inverse_frequencies(config)
         return torch.cat([frequencies.float(), torch.tensor([attention_factor])]).to(device)
 

@@ -42,7 +42,6 @@ class Kernels:
     prefill: str = "reference"
     decode: str = "reference"
     why: tuple[str, ...] = ()
-    tuning: Any = ()
 
 
 REFERENCE = Kernels(

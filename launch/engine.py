@@ -26,7 +26,7 @@ from funcllm.launch.loop import Loop
 from funcllm.launch.plan import Ints, Plan
 from funcllm.launch.progress import GenerateProgress
 from funcllm.launch.ranks import Ranks, start_ranks
-from funcllm.launch.request import Request, SamplingParams, prefix_tag, resolve
+from funcllm.launch.request import Request, SamplingParams, ignored_defaults, prefix_tag, resolve
 from funcllm.launch.ring import Handle, Outputs
 from funcllm.launch.runner import Runner, RunnerMethod, RunOptions, build_runtime
 from funcllm.launch.scheduler import Event, Scheduler
@@ -123,10 +123,13 @@ class Engine:
         started = time.perf_counter()
         self._closed = False
         on_gpu = _device_type(device) == "cuda"
-        folder = None if config is not None else resolve_model(model)
-        if folder is None and params is None and not random_weights:
+        folder: Path | None = None
+        if config is None:
+            folder = resolve_model(model)
+            config = ModelConfig.from_pretrained(folder)
+        elif params is None and not random_weights:
             raise ValueError("config= alone has no weights; give params= too, or random_weights=True, or model=")
-        self.config = config if config is not None else ModelConfig.from_pretrained(resolve_model(model))
+        self.config = config
         validate_tp(self.config, tp)
         self.tokenizer = _tokenizer(tokenizer, folder)
         self.layers = layers
@@ -191,6 +194,8 @@ class Engine:
         )
         if self._scheduler.length_limit < options.max_model_len:
             self.notes.append(f"sequences end at {self._scheduler.length_limit} tokens, where the KV pool is full")
+        for name, value in ignored_defaults(_defaults(self.config)).items():
+            self._note(f"generation_config's {name}={value} is not supported yet and has no effect")
         self._executor = _Executor(self._ranks, self._scheduler)
         self._keep_changed_extras()
         self._loop = Loop(self._scheduler, self._executor, depth=options.depth)

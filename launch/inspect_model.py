@@ -12,12 +12,12 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from funcllm import fusion
 from funcllm.config import ModelConfig, legal_tp_sizes, parse_dtype, validate_tp
 from funcllm.group import Group
 from funcllm.kernels.bundle import Kernels, fast_kernels
+from funcllm.launch.memory import cache_bytes
 from funcllm.qwen3 import qwen3, whole_inputs
 from funcllm.record import FUNCTIONS, Layers
 from funcllm.rope import RopeConfig
@@ -95,12 +95,8 @@ def device_named(name: str | None) -> torch.device:
 
 def kv_bytes_per_token(model: Model, dtype: torch.dtype) -> int:
     """The bytes that a token's keys and values take on one rank, over all layers that page them."""
-
-    def cache_bytes(num_blocks: int) -> int:
-        cache = model.init_cache(num_blocks, 16, 2, "meta", dtype)
-        return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(cache))
-
-    return (cache_bytes(3) - cache_bytes(2)) // 16
+    per_block, _ = cache_bytes(model.init_cache, 16, 2, dtype)
+    return per_block // 16
 
 
 def swapped(layers: Layers, config: ModelConfig) -> list[dict[str, Any]]:

@@ -304,14 +304,16 @@ class Runner:
         self.cache = self._new_cache(_TINY_BLOCKS)
         peak = self._warm_up()
         graph_bytes = self._dry_capture() if self.on_gpu and options.graphs else 0
-        bytes_per_block = self._bytes_per_block()
+        per_block, _ = memory.cache_bytes(
+            self.model.init_cache, options.block_size, options.max_num_seqs + 1, options.dtype
+        )
         self.cache = ()
         return memory.measure_kv_blocks(
             device=self.device,
             weight_bytes=nbytes(self.model.specs, self.group, options.dtype),
             peak_bytes=peak,
             graph_bytes=graph_bytes,
-            bytes_per_block=bytes_per_block,
+            bytes_per_block=max(1, per_block),
             fraction=options.gpu_memory_fraction,
             max_num_seqs=options.max_num_seqs,
             max_model_len=options.max_model_len,
@@ -319,17 +321,6 @@ class Runner:
             group=self.group,
             kv_blocks=options.kv_blocks or None,
         )
-
-    def _bytes_per_block(self) -> int:
-        options = self.options
-
-        def cache_bytes(num_blocks: int) -> int:
-            cache = self.model.init_cache(
-                num_blocks, options.block_size, options.max_num_seqs + 1, "meta", options.dtype
-            )
-            return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(cache))
-
-        return max(1, cache_bytes(3) - cache_bytes(2))
 
     def _warm_up(self) -> int:
         """Compiles, then runs the largest mixed step, all rows trash; the bytes of its activations at their peak.
