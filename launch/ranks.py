@@ -50,6 +50,7 @@ _ORPHAN_GRACE = 2.0  # seconds that a worker has to end by itself when rank 0 is
 
 _engines = itertools.count()
 _guards = itertools.count()
+_calls = itertools.count()
 
 
 class Runtime(Protocol):
@@ -171,20 +172,21 @@ class Ranks:
         """
         self.check()
         members = self._team
-        if members.workers:
-            self._send(Kind.CALL, shipping.dumps((fn, args)))
-        members.in_call = True
+        shipped = shipping.dumps((fn, args)) if members.workers else b""
+        members.call = next(_calls)  # before the workers can answer: the monitor must know whom their errors concern
         try:
+            if members.workers:
+                self._send(Kind.CALL, shipped)
             with self.guard():
                 own = self.runtime.call(fn, args)
+            members.wait(lambda: all(worker.replies for worker in members.workers))
         except EngineError:
             raise
         except Exception as error:
             self._await_after_error(error)
             raise
         finally:
-            members.in_call = False
-        members.wait(lambda: all(worker.replies for worker in members.workers))
+            members.call = None
         replies = [shipping.loads(worker.replies.popleft()) for worker in members.workers]
         for worker, (ok, value) in zip(members.workers, replies):
             if not ok:

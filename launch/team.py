@@ -58,10 +58,10 @@ class Team:
         self.workers: list[Worker] = []
         self.process_group: dist.ProcessGroup | None = None
         self.failure: str | None = None
-        self.in_call = False
+        self.call: int | None = None  # which call of all ranks rank 0 is in
         self.guarding: int | None = None  # the guard that rank 0 is in
         self._interrupted: tuple[float, int] | None = None  # until when to wait, for which guard to end
-        self._call_deadline: float | None = None
+        self._call_deadline: tuple[float, int] | None = None  # until when to wait, for which call to end
         self._exit_on_death = exit_on_death
         self._changed = threading.Condition()
         self._noticed = threading.Event()
@@ -202,7 +202,8 @@ class Team:
         decide_at: float | None = None
         while not self._closing and self.failure is None:
             interrupt_at = self._interrupted[0] if self._interrupted else None
-            deadlines = [at for at in (decide_at, self._call_deadline, interrupt_at) if at is not None]
+            call_at = self._call_deadline[0] if self._call_deadline else None
+            deadlines = [at for at in (decide_at, call_at, interrupt_at) if at is not None]
             timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
             for key, _ in selector.select(timeout):
                 if key.data is None:
@@ -217,11 +218,11 @@ class Team:
             now = time.monotonic()
             if reports and decide_at is None:
                 decide_at = now + _REPORT_GRACE
-            if self._call_deadline is not None and now >= self._call_deadline:
-                self._call_deadline = None
-                if self.in_call:
+            if self._call_deadline is not None and now >= self._call_deadline[0]:
+                if self.call == self._call_deadline[1]:
                     reports.append((0, self._call_error()))
                     decide_at = now
+                self._call_deadline = None
             if self._interrupted is not None and now >= self._interrupted[0]:
                 if self.guarding == self._interrupted[1]:
                     reports.append((0, "interrupted while rank 0 waited for another rank"))
@@ -247,8 +248,8 @@ class Team:
         elif kind is Kind.READY:
             worker.ready = True
         elif kind is Kind.REPLY:
-            if body[:1] == b"E" and self.in_call:
-                self._call_deadline = time.monotonic() + CALL_GRACE
+            if body[:1] == b"E" and self.call is not None:
+                self._call_deadline = (time.monotonic() + CALL_GRACE, self.call)
             worker.replies.append(body[1:])
         self.notify()
         return None

@@ -20,6 +20,7 @@ import torch
 
 from funcllm.group import SINGLE, Group, all_gather, all_reduce
 from funcllm.launch import team
+from funcllm.launch.channel import Kind
 from funcllm.launch.errors import CallError, EngineError
 from funcllm.launch.ranks import Ranks, start_ranks
 
@@ -109,7 +110,7 @@ def leaves_nothing() -> Iterator[None]:
 @contextlib.contextmanager
 def toys(tp: int, payload: Any = None) -> Iterator[tuple[Ranks, list[int]]]:
     """The ranks and the process ids of the workers, which must all be gone at the end."""
-    with start_ranks(tp, Toy, payload) as ranks:
+    with start_ranks(tp, Toy, payload, collective_timeout=60.0) as ranks:
         workers = ranks.call(pid)[1:]
         yield ranks, workers
     assert_all_gone(workers)
@@ -312,6 +313,51 @@ def test_a_call_that_raises_on_one_rank_while_the_other_waits_ends_the_engine(
             ranks.call(raise_beside_a_collective, raising)
         with pytest.raises(EngineError, match="on one rank"):
             ranks.execute(PLAN)
+
+
+def test_a_call_that_raises_before_rank_0_has_begun_it_ends_the_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's error is read before rank 0 enters the call, in whose collective it would wait for ever."""
+    monkeypatch.setattr(team, "CALL_GRACE", 0.3)
+
+    def raise_on_rank_1(toy: Toy) -> None:
+        if toy.group.rank == 1:
+            raise ZeroDivisionError("on one rank")
+        all_reduce(torch.ones(1), toy.group)
+
+    with toys(2) as (ranks, _):
+        send = ranks._send
+
+        def send_and_wait(kind: Kind, body: Any) -> None:
+            send(kind, body)
+            deadline = time.monotonic() + SOON + SLACK
+            while not ranks._team.workers[0].replies and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+        monkeypatch.setattr(ranks, "_send", send_and_wait)
+        with ends_soon(), pytest.raises(EngineError, match="on one rank"):
+            ranks.call(raise_on_rank_1)
+
+
+def test_a_call_in_which_one_worker_raises_and_another_waits_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has nothing to do in it and only waits for the answers."""
+    monkeypatch.setattr(team, "CALL_GRACE", 0.3)
+
+    def leave_rank_2_waiting(toy: Toy) -> None:
+        if toy.group.rank == 1:
+            raise ZeroDivisionError("on one rank")
+        if toy.group.rank == 2:
+            all_reduce(torch.ones(1), toy.group)
+
+    with toys(3) as (ranks, _), ends_soon(), pytest.raises(EngineError, match="on one rank"):
+        ranks.call(leave_rank_2_waiting)
+
+
+def test_the_grace_of_one_call_does_not_end_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team, "CALL_GRACE", 0.3)
+    with toys(2) as (ranks, _):
+        with pytest.raises(CallError, match="rank 1 raised in a call"):
+            ranks.call(lambda toy: 1 / 0 if toy.group.rank == 1 else time.sleep(0.2))
+        assert ranks.call(lambda toy: time.sleep(0.6) or toy.group.rank) == [0, 1]
 
 
 def test_an_unpicklable_result_is_an_error_of_that_call(pair: Ranks) -> None:
