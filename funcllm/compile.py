@@ -2,12 +2,13 @@
 
 A compilation unit is the embedding, one decoder layer, or head and sampler; weights, cache and inputs are its
 arguments, so that every layer with the same functions runs one compiled function. Token and row counts are dynamic,
-everything else is static: a unit has one variant for each batch class (pure decode or mixed, filtered or not). A decode
-step is captured whole, one graph a bucket.
+everything else is static: a unit has one variant for each batch class (pure decode or mixed, filtered or not). A step
+is captured whole, one graph a shape. A unit whose work is all done by kernels is not compiled: nothing is left to fuse.
 """
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable
 from typing import Any
@@ -53,12 +54,25 @@ def compile_unit(unit: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class Graph:
-    """A captured call without arguments and results: it reads and writes tensors that outlive it."""
+    """A captured call without arguments and results: it reads and writes tensors that outlive it.
+
+    `run` must have run before, uncaptured and with the same shapes: what is compiled, loaded or allocated at a first
+    call cannot be captured. Unlike torch.cuda.graph, a capture here neither collects garbage nor empties the
+    allocator's cache, which would cost more than the capture itself.
+    """
 
     def __init__(self, run: Callable[[], Any], pool: Any, stream: torch.cuda.Stream) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            run()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                with contextlib.suppress(Exception):  # the capture is broken, and says so once more
+                    self.graph.capture_end()
+                raise
+            self.graph.capture_end()
 
     def replay(self) -> None:
         self.graph.replay()

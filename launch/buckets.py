@@ -15,22 +15,34 @@ MIN_SPAN = 16
 
 _DECODE_STEPS = ((64, 8), (256, 16))  # (up to, step)
 _TOKEN_STEPS = ((1024, TOKEN_STEP), (8192, 64))
+_STEPS_AN_OCTAVE = 8  # of the tokens of a mixed step that may be captured
 _COARSE_DECODE_STEP = 32
 _COARSE_TOKEN_STEP = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """decode: the numbers of decode rows a step may have, ascending; the last is the largest batch."""
+    """decode: the numbers of decode rows a step may have, ascending; the last is the largest batch.
+
+    captured_tokens: mixed steps of up to so many tokens may be captured, so their sizes are coarser, to come again.
+    """
 
     decode: tuple[int, ...]
+    captured_tokens: int = 0
 
     def decode_bucket(self, num_decode: int, *, mixed: bool = False) -> int:
-        """The rows of the decode group. A mixed step always has at least MIN_ROWS, filled with the trash row."""
+        """The rows of the decode group. A mixed step always has at least MIN_ROWS, filled with the trash row, and two
+        sizes an octave where it may be captured.
+        """
         if num_decode > self.decode[-1]:
             raise ValueError(f"{num_decode} decode rows do not fit the largest bucket, {self.decode[-1]}")
         bucket = self.decode[bisect_left(self.decode, num_decode)]
-        return max(bucket, MIN_ROWS) if mixed else bucket
+        if not mixed:
+            return bucket
+        if self.captured_tokens and num_decode > 1:
+            octave = 1 << (num_decode - 1).bit_length()
+            bucket = min(octave if octave <= 8 or 4 * num_decode > 3 * octave else 3 * octave // 4, self.decode[-1])
+        return max(bucket, MIN_ROWS)
 
     def chunk_bucket(self, num_chunks: int) -> int:
         """The rows of the chunk group: 0 in a pure decode step, else a power of two."""
@@ -44,12 +56,16 @@ class Buckets:
         tokens = decode_bucket + chunk_tokens
         if not chunk_tokens:
             return decode_bucket
+        if tokens <= self.captured_tokens:
+            return captured_size(tokens)
         step = next((step for up_to, step in _TOKEN_STEPS if tokens <= up_to), _COARSE_TOKEN_STEP)
         return -(-tokens // step) * step
 
-    def span(self, longest_chunk: int) -> int:
-        """An upper bound of the longest chunk: a power of two, 0 without chunks."""
-        return _power_of_two(longest_chunk, MIN_SPAN) if longest_chunk else 0
+    def span(self, longest_chunk: int, token_bucket: int) -> int:
+        """An upper bound of the longest chunk: a power of two, the same for all steps of a captured size; 0 without."""
+        if not longest_chunk:
+            return 0
+        return _power_of_two(token_bucket if token_bucket <= self.captured_tokens else longest_chunk, MIN_SPAN)
 
     def largest_tokens(self, max_num_batched_tokens: int) -> int:
         """The largest token bucket that a step within this budget can have: what memory must be sized for."""
@@ -60,7 +76,14 @@ class Buckets:
         return max(self.decode[-1], *mixed)
 
 
-def make_buckets(max_num_seqs: int, *, smallest: int = MIN_ROWS) -> Buckets:
+def captured_size(tokens: int) -> int:
+    """The next size of a mixed step that may be captured: eight an octave, multiples of TOKEN_STEP."""
+    octave = 1 << (tokens - 1).bit_length()
+    step = max(TOKEN_STEP, octave // (2 * _STEPS_AN_OCTAVE))
+    return -(-tokens // step) * step
+
+
+def make_buckets(max_num_seqs: int, *, smallest: int = MIN_ROWS, captured_tokens: int = 0) -> Buckets:
     """Decode buckets that reach exactly `max_num_seqs`. smallest=1 adds a bucket for a single sequence."""
     if max_num_seqs < 1:
         raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
@@ -71,7 +94,8 @@ def make_buckets(max_num_seqs: int, *, smallest: int = MIN_ROWS) -> Buckets:
         step = next((step for up_to, step in _DECODE_STEPS if sizes[-1] < up_to), _COARSE_DECODE_STEP)
         sizes.append(sizes[-1] + step)
     largest = max(max_num_seqs, smallest)
-    return Buckets(decode=(*(size for size in sizes if size < largest), largest))
+    captured_tokens = captured_size(captured_tokens) if captured_tokens else 0
+    return Buckets(decode=(*(size for size in sizes if size < largest), largest), captured_tokens=captured_tokens)
 
 
 def _power_of_two(value: int, smallest: int) -> int:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from funcllm.config import ModelConfig, validate_tp
 from funcllm.launch.buckets import make_buckets
 from funcllm.launch.errors import EngineError
+from funcllm.launch.graphs import host_bound_tokens
 from funcllm.launch.loop import Loop
 from funcllm.launch.plan import Ints, Plan
 from funcllm.launch.progress import GenerateProgress
@@ -146,6 +147,8 @@ class Engine:
                 "sequences needs a token in every step; lower max_num_seqs for smaller steps"
             )
             max_num_batched_tokens = max_num_seqs
+        graphs = graphs and not eager and on_gpu
+        captured_tokens = min(host_bound_tokens(self.config, tp), max_num_batched_tokens) if graphs else 0
         self.options = RunOptions(
             config=self.config,
             source=self._source(None if random_weights else folder, params, seed or 0),
@@ -155,13 +158,13 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            buckets=make_buckets(max_num_seqs),
+            buckets=make_buckets(max_num_seqs, captured_tokens=captured_tokens),
             block_size=block_size,
             kv_blocks=kv_blocks or 0,
             gpu_memory_fraction=gpu_memory_fraction,
             depth=depth,
             compile=not eager and (on_gpu if compile is None else compile),
-            graphs=graphs and not eager and on_gpu,
+            graphs=graphs,
             fusion=fusion and not eager,
             progress=progress,
         )
@@ -405,6 +408,7 @@ class Engine:
             "graphs": self._runner.num_graphs,
             "compiled": self._runner.num_compiled,
             "buckets": list(options.buckets.decode),
+            "captured_tokens": options.buckets.captured_tokens,
             "block_size": self.block_size,
             "kv_blocks": self.num_blocks,
             "depth": options.depth,

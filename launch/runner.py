@@ -28,6 +28,7 @@ from funcllm.kernels.bundle import Kernels, fast_kernels, flash_fault, without_f
 from funcllm.kernels.fast import copy_slots
 from funcllm.launch import memory
 from funcllm.launch.buckets import MIN_ROWS, Buckets
+from funcllm.launch.graphs import StepGraphs, StepKey, key_of
 from funcllm.launch.plan import HEADER, Ints, PackedPlan, Plan, admission_column, pack, unpack
 from funcllm.launch.ring import Handle, OutputRing, PlanRing, outputs_now
 from funcllm.qwen3 import qwen3
@@ -42,7 +43,6 @@ from funcllm.types import (
     Params,
     SamplingState,
     SequenceState,
-    StepInputs,
     StepOutputs,
 )
 from funcllm.weights.load import layer_sources, load_params, refill
@@ -51,7 +51,7 @@ log = logging.getLogger("funcllm")
 
 _TINY_BLOCKS = 3
 _WARM_ROWS = (6, 24)  # one of each batch class; all the counts here differ
-_WARM_MIXED = {"decode": 4, "chunks": 8, "tokens": 48, "span": 32}
+_WARM_MIXED = StepKey(decode_bucket=4, chunk_bucket=8, token_bucket=48, span=32)
 _PLAN_WORDS = 1 << 18  # of the static plan buffer; a larger plan takes a slower way
 
 
@@ -126,10 +126,10 @@ class Runner:
     def __init__(self, group: Group, device: torch.device, options: RunOptions) -> None:
         self.group, self.device, self.options = group, device, options
         self.on_gpu = device.type == "cuda"
-        self.notes: list[str] = []
+        self._notes: list[str] = []
         self.timings: dict[str, float] = {}
         self._steps = 0
-        self._graphs: dict[tuple[int, bool], Graph] = {}
+        self._graphs = StepGraphs(self._captured_step, self._agree, captured_tokens=options.buckets.captured_tokens)
         with serving():
             self.kernels = self._choose_kernels()
             self.model = self._build_model(options.layers)
@@ -140,7 +140,7 @@ class Runner:
                 self.num_blocks = self._size_cache()
             self.cache = self._new_cache(self.num_blocks)
             with self._timed("capture"):
-                self._capture_all()
+                self._capture_first()
 
     # --- what rank 0 asks for --------------------------------------------------------------------------------------
 
@@ -150,18 +150,14 @@ class Runner:
         plan = unpack(words)
         device_words = self._to_device(words)
         self._edit(plan, device_words)
-        rows_b = device_words[plan.decode_rows]
-        if plan.chunk_bucket:
-            outputs = self._mixed_step(plan, device_words)
-        elif self._captured(plan.decode_bucket, plan.filtered):
-            self._graphs[plan.decode_bucket, plan.filtered].replay()
-            outputs = None
-        else:
-            outputs = self._decode_step(rows_b, plan.filtered)
-        if self.on_gpu:
-            return self._ring.collect(plan.decode_bucket + plan.chunk_bucket)
-        assert outputs is not None
-        return outputs_now(outputs)
+        key = key_of(plan)
+        outputs = None if self._graphs.replay(key) else self._run(key, device_words)
+        if outputs is not None and not self.on_gpu:
+            return outputs_now(outputs)
+        handle = self._ring.collect(plan.decode_bucket + plan.chunk_bucket)
+        if outputs is not None and self.options.graphs:
+            self._graphs.ran(key, alone=plan.num_decode == 0 and plan.num_chunks == 1)
+        return handle
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """fn(rank, *args), between steps."""
@@ -203,7 +199,7 @@ class Runner:
         self.model = model
         self._new_ring()
         self._warm_up()
-        self._capture_all()
+        self._capture_first()
 
     def _cache_key(self, model: Model) -> Any:
         """Structure, shapes and dtypes of a model's cache, with unlike numbers of blocks and rows."""
@@ -222,6 +218,11 @@ class Runner:
     def part_names(self) -> set[str]:
         """The checkpoint names of this rank's parameters."""
         return {part.name for spec in spec_leaves(self.model.specs) for part in spec.parts}
+
+    @property
+    def notes(self) -> list[str]:
+        """What runs otherwise than asked, and why."""
+        return [*self._notes, *self._graphs.notes]
 
     @property
     def num_graphs(self) -> int:
@@ -247,8 +248,8 @@ class Runner:
         reason = flash_fault(kernels, self.device, options.config.head_dim, options.dtype, options.block_size)
         failed = all_reduce(torch.tensor(float(bool(reason)), device=self.device), self.group)
         if failed.item() > 0:
-            self.notes.append(f"prefill: Triton, since flash-attn-4 failed its check ({reason or 'on another rank'})")
-            log.warning(self.notes[-1])
+            self._notes.append(f"prefill: Triton, since flash-attn-4 failed its check ({reason or 'on another rank'})")
+            log.warning(self._notes[-1])
             kernels = without_flash(kernels)
         if options.fusion:
             return kernels
@@ -289,7 +290,7 @@ class Runner:
         if self.on_gpu:
             buckets = self.options.buckets
             served = buckets.decode[-1] + buckets.chunk_bucket(self.options.max_num_seqs)
-            max_rows = max(served, *_WARM_ROWS, _WARM_MIXED["decode"] + _WARM_MIXED["chunks"])
+            max_rows = max(served, *_WARM_ROWS, _WARM_MIXED.decode_bucket + _WARM_MIXED.chunk_bucket)
             self._ring = OutputRing(self.options.depth + 3, max_rows, self.device)
 
     def _new_cache(self, num_blocks: int) -> KVCache:
@@ -323,103 +324,88 @@ class Runner:
         )
 
     def _warm_up(self) -> int:
-        """Compiles, then runs the largest mixed step, all rows trash; the bytes of its activations at their peak.
+        """Compiles and loads what the steps run, then runs the largest mixed step, all rows trash; the bytes of its
+        activations at their peak.
 
         The first steps have counts that all differ, so that the compiler keeps them apart.
         """
         options, buckets = self.options, self.options.buckets
-        if options.compile:
+        if options.compile or self.on_gpu:
             for filtered in (False, True):
-                self._trash_step(**_WARM_MIXED, filtered=filtered)
-                for rows in {min(rows, buckets.decode[-1]) for rows in _WARM_ROWS}:
-                    self._trash_step(decode=max(MIN_ROWS, rows), filtered=filtered)
+                self._trash_step(_WARM_MIXED._replace(filtered=filtered))
+                for rows in {max(MIN_ROWS, min(rows, buckets.decode[-1])) for rows in _WARM_ROWS}:
+                    self._trash_step(StepKey(rows, token_bucket=rows, filtered=filtered))
         if not self.on_gpu:
             return 0
+        for rows in buckets.decode:  # kernels are chosen by size
+            self._trash_step(StepKey(rows, token_bucket=rows, filtered=True))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         rows = buckets.decode_bucket(min(options.max_num_seqs, options.max_num_batched_tokens), mixed=True)
         tokens = buckets.largest_tokens(options.max_num_batched_tokens)
-        self._trash_step(decode=rows, chunks=MIN_ROWS, tokens=tokens, span=buckets.span(tokens - rows), filtered=True)
+        self._trash_step(StepKey(rows, MIN_ROWS, tokens, buckets.span(tokens - rows, tokens), filtered=True))
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    def _trash_step(
-        self, *, decode: int, chunks: int = 0, tokens: int = 0, span: int = 0, filtered: bool = False
-    ) -> None:
+    def _trash_step(self, key: StepKey) -> None:
         """One uncaptured step whose rows are all the trash row."""
         plan = Plan(
             step=0,
             decode_rows=np.zeros(0, np.int32),
-            decode_bucket=decode,
-            chunk_bucket=chunks,
-            token_bucket=tokens or decode,
-            span=span,
-            filtered=filtered,
+            decode_bucket=key.decode_bucket,
+            chunk_bucket=key.chunk_bucket,
+            token_bucket=key.token_bucket,
+            span=key.span,
+            filtered=key.filtered,
         )
-        packed = unpack(pack(plan))
-        words = self._to_device(packed.words)
-        if chunks:
-            self._mixed_step(packed, words)
-        else:
-            self._decode_step(words[packed.decode_rows], filtered)
+        self._run(key, self._to_device(pack(plan)))
         if self.on_gpu:
             self._ring.skip()
 
     # --- graphs ----------------------------------------------------------------------------------------------------
 
-    def _capture_all(self) -> None:
-        """One graph for each decode bucket, largest first, in one pool."""
+    def _capture_first(self) -> None:
+        """Captures the largest shapes, whose memory the later ones share; those come behind their first steps."""
         if self.on_gpu and self.options.graphs:
-            for bucket in reversed(self.options.buckets.decode):
-                if not self._capture(bucket, False):
-                    return
+            for key in self._largest_keys():
+                if self._graphs.wants(key):
+                    self._trash_step(key)
+                    self._graphs.add(key)
 
-    def _captured(self, bucket: int, filtered: bool) -> bool:
-        """Whether the step has a graph; one that no plan has asked for yet is captured now, on every rank."""
-        if (bucket, filtered) in self._graphs:
-            return True
-        if not self._graphs:
-            return False
-        rows = self._device_words[HEADER : HEADER + bucket].clone()
-        captured = self._capture(bucket, filtered)
-        self._device_words[HEADER : HEADER + bucket] = rows
-        return captured
+    def _largest_keys(self) -> list[StepKey]:
+        buckets = self.options.buckets
+        decode = StepKey(buckets.decode[-1], token_bucket=buckets.decode[-1])
+        if not buckets.captured_tokens:
+            return [decode]
+        rows = buckets.decode_bucket(0, mixed=True)
+        tokens = min(buckets.captured_tokens, buckets.largest_tokens(self.options.max_num_batched_tokens))
+        return [StepKey(rows, MIN_ROWS, tokens, buckets.span(1, tokens)), decode]
 
-    def _capture(self, bucket: int, filtered: bool) -> bool:
-        """Captures one bucket; where that fails on any rank, every rank drops its graphs and says why."""
-        reason, graph = "another rank failed", None
+    def _captured_step(self, key: StepKey, pool: Any = None) -> Graph:
+        """The graph of a step of this shape, which has run before; it reads its rows from the static plan buffer."""
+        run = functools.partial(self._run, key, self._device_words)
         try:
-            graph = self._graph_of(bucket, filtered, self._pool)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            torch.cuda.synchronize()
-        failures = all_reduce(torch.tensor(float(graph is None), device=self.device), self.group)
-        if graph is None or failures.item() > 0:
-            self._graphs.clear()
-            self.notes.append(f"no CUDA graphs, decode runs uncaptured: bucket {bucket} failed to capture ({reason})")
-            log.warning(self.notes[-1])
-            return False
-        self._graphs[bucket, filtered] = graph
-        return True
-
-    def _graph_of(self, bucket: int, filtered: bool, pool: Any) -> Graph:
-        self._trash_step(decode=bucket, filtered=filtered)
-        torch.cuda.synchronize()
-        rows_b = self._device_words[HEADER : HEADER + bucket]
-        return Graph(functools.partial(self._decode_step, rows_b, filtered), pool, self._capture_stream)
-
-    def _dry_capture(self) -> int:
-        """Bytes that the graph of the largest bucket takes, captured on the tiny cache and dropped."""
-        before = torch.cuda.memory_reserved()
-        try:
-            graph = self._graph_of(self.options.buckets.decode[-1], False, torch.cuda.graph_pool_handle())
+            return Graph(run, self._pool if pool is None else pool, self._capture_stream)
         except Exception:
             torch.cuda.synchronize()
-            return 0
+            raise
+
+    def _agree(self, ok: bool) -> bool:
+        """Whether all ranks say ok."""
+        return all_reduce(torch.tensor(float(not ok), device=self.device), self.group).item() == 0
+
+    def _dry_capture(self) -> int:
+        """Bytes that the graphs of the largest shapes take, captured on the tiny cache and dropped."""
+        before, graphs = torch.cuda.memory_reserved(), []
+        pool = torch.cuda.graph_pool_handle()
+        for key in self._largest_keys():
+            self._trash_step(key)
+            with contextlib.suppress(Exception):  # told when it is captured in earnest
+                graphs.append(self._captured_step(key, pool))
         taken = torch.cuda.memory_reserved() - before
-        del graph
+        graphs.clear()
         torch.cuda.empty_cache()
         return max(0, taken)
 
@@ -457,33 +443,24 @@ class Runner:
                 for source, destination, count in copies:
                     leaf[destination, :count] = leaf[source, :count]
 
-    def _decode_step(self, rows_b: Tensor, filtered: bool) -> StepOutputs:
+    def _run(self, key: StepKey, words: Tensor) -> StepOutputs:
+        """One step of this shape over the rows in a packed plan on the device."""
+        start = HEADER + key.decode_bucket
+        rows_b, chunks = words[HEADER:start], words[start:]
+        chunk_rows_c: Tensor | tuple[()] = chunks[: key.chunk_bucket] if key.is_mixed else ()
+        chunk_lens_c: Tensor | tuple[()] = chunks[key.chunk_bucket : 2 * key.chunk_bucket] if key.is_mixed else ()
         inputs = inputs_of(
             self.state,
             rows_b,
-            num_tokens=rows_b.shape[0],
+            chunk_rows_c,
+            chunk_lens_c,
+            num_tokens=key.token_bucket,
             block_size=self.options.block_size,
-            filtered=filtered,
+            span=key.span,
+            filtered=key.filtered,
             capturing=bool(self.model.layers.captures),
             decode_inputs=self.kernels.decode_inputs,
         )
-        return self._step(inputs)
-
-    def _mixed_step(self, plan: PackedPlan, words: Tensor) -> StepOutputs:
-        inputs = inputs_of(
-            self.state,
-            words[plan.decode_rows],
-            words[plan.chunk_rows],
-            words[plan.chunk_lens],
-            num_tokens=plan.token_bucket,
-            block_size=self.options.block_size,
-            span=plan.span,
-            filtered=plan.filtered,
-            capturing=bool(self.model.layers.captures),
-        )
-        return self._step(inputs)
-
-    def _step(self, inputs: StepInputs) -> StepOutputs:
         outputs, self.cache = self.model.step(self.params, self.cache, inputs)
         advance_rows = self.kernels.advance
         if self.on_gpu and advance_rows is not None:

@@ -513,6 +513,7 @@ class Scheduler:
         lens = composition.chunk_lens
         chunk_bucket = self.buckets.chunk_bucket(len(lens))
         decode_bucket = self.buckets.decode_bucket(len(composition.decode_rows), mixed=chunk_bucket > 0)
+        token_bucket = self.buckets.token_bucket(decode_bucket, int(lens.sum()))
         return Plan(
             step=self._steps,
             decode_rows=composition.decode_rows,
@@ -520,8 +521,8 @@ class Scheduler:
             chunk_lens=lens,
             decode_bucket=decode_bucket,
             chunk_bucket=chunk_bucket,
-            token_bucket=self.buckets.token_bucket(decode_bucket, int(lens.sum())),
-            span=self.buckets.span(int(lens.max(initial=0))),
+            token_bucket=token_bucket,
+            span=self.buckets.span(int(lens.max(initial=0)), token_bucket),
             filtered=filtered,
             appends=composition.appends,
             copies=composition.copies,

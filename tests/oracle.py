@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from funcllm.launch.buckets import make_buckets
 from funcllm.launch.plan import Ints, PackedPlan, Plan, admission_column, pack, unpack
 from funcllm.launch.request import Request, ResolvedSampling
 from funcllm.launch.scheduler import Event, Scheduler
@@ -310,6 +311,7 @@ class Workload(NamedTuple):
     jobs: list[Job]
     faults: dict[int, int]  # step -> phases that run before the launch raises
     swaps: dict[int, bool]  # step -> whether running sequences compute all again with the new weights
+    captured_tokens: int = 0
 
 
 class Result(NamedTuple):
@@ -335,6 +337,7 @@ def make_workload(draw: Draw, *, with_swaps: bool = False) -> Workload:
         jobs=[_make_job(draw, stems) for _ in range(draw(1, 8))],
         faults={draw(0, 20): draw(0, 4) for _ in range(max(0, draw(0, 4) - 2))},
         swaps={draw(0, 20): draw(0, 1) == 1 for _ in range(draw(1, 2))} if with_swaps else {},
+        captured_tokens=16 * draw(0, 4),
     )
 
 
@@ -364,6 +367,7 @@ def make_scheduler(workload: Workload) -> Scheduler:
         max_num_seqs=workload.max_num_seqs,
         max_num_batched_tokens=workload.max_num_batched_tokens,
         max_model_len=workload.max_model_len,
+        buckets=make_buckets(workload.max_num_seqs, captured_tokens=workload.captured_tokens),
         prefix_caching=workload.prefix_caching,
         unit=workload.unit,
         vocab_size=VOCAB,

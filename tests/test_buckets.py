@@ -63,7 +63,7 @@ def test_chunk_buckets_are_powers_of_two(chunks: int, bucket: int) -> None:
 
 @pytest.mark.parametrize(("longest", "span"), [(0, 0), (1, 16), (16, 16), (17, 32), (1000, 1024), (1024, 1024)])
 def test_spans_are_powers_of_two_from_16(longest: int, span: int) -> None:
-    assert make_buckets(8).span(longest) == span
+    assert make_buckets(8).span(longest, 2048) == span
 
 
 @pytest.mark.parametrize(
@@ -102,3 +102,33 @@ def test_impossible_buckets_are_refused(arguments: tuple[int, int], message: str
 
 def test_buckets_are_a_static_fact() -> None:
     assert hash(make_buckets(8)) == hash(Buckets(decode=(2, 4, 8)))
+
+
+def test_mixed_steps_that_may_be_captured_have_few_sizes() -> None:
+    buckets = make_buckets(200, captured_tokens=2000)
+    assert buckets.captured_tokens == 2048
+    tokens = sorted({buckets.token_bucket(2, chunk) for chunk in range(1, 2047)})
+    assert tokens[:10] == [16, 32, 48, 64, 80, 96, 112, 128, 144, 160]
+    assert tokens[-10:] == [960, 1024, 1152, 1280, 1408, 1536, 1664, 1792, 1920, 2048]
+    rows = sorted({buckets.decode_bucket(num_decode, mixed=True) for num_decode in range(201)})
+    assert rows == [2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 200]
+    assert buckets.span(3, 2048) == buckets.span(2000, 2048) == 2048
+    assert [buckets.span(0, 16), buckets.span(3, 48), buckets.span(3, 2112)] == [0, 64, 16]
+
+
+@pytest.mark.parametrize("captured_tokens", [0, 16, 700, 4096])
+def test_a_mixed_step_fits_its_sizes(captured_tokens: int) -> None:
+    buckets, usual = make_buckets(300, captured_tokens=captured_tokens), make_buckets(300)
+    for num_decode in range(0, 301, 7):
+        rows = buckets.decode_bucket(num_decode, mixed=True)
+        assert num_decode <= rows <= max(2 * num_decode, 2)
+        assert buckets.decode_bucket(num_decode) == usual.decode_bucket(num_decode)
+        for chunk_tokens in (1, 17, 130, 1000, 4000, 9000):
+            tokens = buckets.token_bucket(rows, chunk_tokens)
+            assert tokens >= rows + chunk_tokens
+            assert tokens % 16 == 0
+            assert buckets.span(chunk_tokens, tokens) >= chunk_tokens
+            if tokens > captured_tokens:
+                assert tokens == usual.token_bucket(rows, chunk_tokens)
+            else:
+                assert tokens <= max(1.125 * (rows + chunk_tokens), rows + chunk_tokens + 15)

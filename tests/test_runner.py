@@ -74,7 +74,7 @@ def chunk_plan(row: int, length: int, *, decode: list[int] | None = None, **fiel
         decode_bucket=bucket,
         chunk_bucket=BUCKETS.chunk_bucket(1),
         token_bucket=BUCKETS.token_bucket(bucket, length),
-        span=BUCKETS.span(length),
+        span=BUCKETS.span(length, BUCKETS.token_bucket(bucket, length)),
         **fields,
     )
 
