@@ -112,7 +112,7 @@ def test_captured_steps_with_prompts_equal_uncaptured_ones_bit_for_bit(temperatu
 
 
 def test_nothing_is_compiled_and_little_allocated_after_the_start() -> None:
-    """A swapped function compiles at the start; later steps neither compile nor hold as much as a layer of the cache."""
+    """A swapped function compiles at the start; later steps neither compile nor hold a layer of the cache."""
     with small(layers=Layers(mlp=half_mlp)) as engine:
         compiled = engine.describe()["compiled"]
         assert compiled > 0
