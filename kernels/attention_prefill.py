@@ -6,8 +6,10 @@ read once a group. The grid comes from tensor sizes alone; each program finds it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import os
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -185,6 +187,7 @@ def zero_padding(out_tnh: Tensor, query_starts_c1: Tensor) -> Tensor:
 def _flash_forward() -> tuple[Any, bool]:
     """flash-attn-4's forward function, and whether it writes into a given output. Its warning on aux_data is noise."""
     warnings.filterwarnings("ignore", message="(?s).*aux_data")
+    _keep_flash_kernels()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from flash_attn.cute import interface
@@ -194,6 +197,16 @@ def _flash_forward() -> tuple[Any, bool]:
     if forward is not None and needed <= set(inspect.signature(forward).parameters):
         return forward, True
     return interface.flash_attn_varlen_func, False
+
+
+def _keep_flash_kernels() -> None:
+    """Lets flash-attn-4 keep what it compiles, seconds a kernel, on the disk; it reads these settings when imported."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = os.path.join(base, "funcllm", "flash-attn-4")
+    with contextlib.suppress(OSError):  # a home that cannot be written: compiled anew at every start
+        os.makedirs(folder, exist_ok=True)
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", folder)
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 def flash_refusal(device: torch.device, head_dim: int, dtype: torch.dtype) -> str:

@@ -131,14 +131,19 @@ class Runner:
         self._steps = 0
         self._graphs = StepGraphs(self._captured_step, self._agree, captured_tokens=options.buckets.captured_tokens)
         with serving():
-            self.kernels = self._choose_kernels()
-            self.model = self._build_model(options.layers)
+            with self._timed("device and kernels"):
+                self.kernels = self._choose_kernels()
+                self.model = self._build_model(options.layers)
             with self._timed("load"):
                 self.params = self._load()
-            self._allocate()
-            with self._timed("compile and size"):
-                self.num_blocks = self._size_cache()
-            self.cache = self._new_cache(self.num_blocks)
+            with self._timed("allocate"):
+                self._allocate()
+                self.cache = self._new_cache(_TINY_BLOCKS)
+            with self._timed("warm up"):
+                peak = self._warm_up()
+            with self._timed("size the cache"):
+                self.num_blocks = self._size_cache(peak)
+                self.cache = self._new_cache(self.num_blocks)
             with self._timed("capture"):
                 self._capture_first()
 
@@ -299,11 +304,9 @@ class Runner:
             num_blocks, options.block_size, options.max_num_seqs + 1, self.device, options.dtype
         )
 
-    def _size_cache(self) -> int:
-        """Warms up on a tiny cache, measuring; the number of blocks that every rank can hold."""
+    def _size_cache(self, peak: int) -> int:
+        """The number of blocks that every rank can hold beside the activations of a step, `peak` bytes, and graphs."""
         options = self.options
-        self.cache = self._new_cache(_TINY_BLOCKS)
-        peak = self._warm_up()
         graph_bytes = self._dry_capture() if self.on_gpu and options.graphs else 0
         per_block, _ = memory.cache_bytes(
             self.model.init_cache, options.block_size, options.max_num_seqs + 1, options.dtype
@@ -324,8 +327,8 @@ class Runner:
         )
 
     def _warm_up(self) -> int:
-        """Compiles and loads what the steps run, then runs the largest mixed step, all rows trash; the bytes of its
-        activations at their peak.
+        """Compiles and loads what the steps run, on a tiny cache, then runs the largest mixed step, all rows trash; the
+        bytes of its activations at their peak.
 
         The first steps have counts that all differ, so that the compiler keeps them apart.
         """
