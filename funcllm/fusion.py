@@ -56,6 +56,7 @@ def is_small(context: Context) -> bool:
     return context.batch == "small" and all(width % (8 * context.group.size) == 0 for width in widths)
 
 
+EMBED = Fused(name="embed", stands_for=("embed",), swallows=("embed",))
 ADD_NORM = Fused(name="add_norm", stands_for=("norm",))
 QK_NORM_ROPE_WRITE = Fused(
     name="qk_norm_rope_write",
@@ -69,7 +70,7 @@ SMALL_MLP = Fused(
     name="small_mlp", stands_for=("norm", "linear", "mlp"), swallows=("residual_mid", "mlp.hidden"), fits=is_small
 )
 SMALL_HEAD = Fused(name="small_head", stands_for=("norm", "head"), swallows=("final",), fits=is_small)
-ENTRIES = (ADD_NORM, QK_NORM_ROPE_WRITE, SILU_MUL, SMALL_LINEAR, SMALL_QKV, SMALL_MLP, SMALL_HEAD)
+ENTRIES = (EMBED, ADD_NORM, QK_NORM_ROPE_WRITE, SILU_MUL, SMALL_LINEAR, SMALL_QKV, SMALL_MLP, SMALL_HEAD)
 
 
 def fits(entry: Fused, context: Context) -> bool:
@@ -88,6 +89,7 @@ def is_default(name: str, fn: Any) -> bool:
 
 
 _DEFAULTS: dict[str, Any] = {
+    "embed": defaults.embed,
     "norm": defaults.norm,
     "qk_norm": defaults.qk_norm,
     "rope": defaults.rope,

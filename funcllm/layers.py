@@ -6,7 +6,6 @@ funcllm/fusion.py, and step aside where one is replaced.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -57,10 +56,7 @@ def embed(token_ids_t: Tensor, params: Params, context: Context, /) -> Tensor:
     if context.group.size == 1:
         return F.embedding(token_ids_t, weight_vd)
     first, _ = vocab_ids(context)
-    local_t = token_ids_t - first
-    mine_t = (local_t >= 0) & (local_t < weight_vd.shape[0])
-    rows_td = F.embedding(torch.where(mine_t, local_t, 0), weight_vd)
-    return torch.where(mine_t[:, None], rows_td, 0.0)
+    return reference.shard_rows(token_ids_t, weight_vd, first)
 
 
 def head(x_ld: Tensor, params: Params, context: Context, /) -> Tensor:

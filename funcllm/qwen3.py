@@ -215,7 +215,7 @@ def build(
 
     def head(params: Params, stream: Stream, inputs: StepInputs) -> tuple[Tensor, dict[str, Tensor]]:
         context = Context(layer=outside, inputs=inputs, **static)
-        logits_lv = _logits(stream, params, context)
+        logits_lv = site("logits", _masked(_logits(stream, params, context), context), context)
         return logits_lv, context.captured
 
     def step(params: Params, cache: KVCache, inputs: StepInputs) -> tuple[StepOutputs, KVCache]:
@@ -277,24 +277,23 @@ def _frequencies(config: ModelConfig, device: torch.device) -> Tensor:
         return torch.cat([frequencies.float(), torch.tensor([attention_factor])]).to(device)
 
 
-def rope_angles(positions_t: Tensor, frequencies_h: Tensor) -> Angles:
-    """cos and sin of position x frequency, times the attention factor (the last element of `frequencies_h`)."""
-    angle_th = positions_t.float()[:, None] * frequencies_h[None, :-1]
-    return Angles(angle_th.cos() * frequencies_h[-1], angle_th.sin() * frequencies_h[-1])
-
-
 def _embed_unit(
     record: Layers, static: dict[str, Any], params: Params, inputs: StepInputs, frequencies_h: Tensor
 ) -> tuple[Stream, Angles, dict[str, Tensor]]:
     context = Context(layer=record, inputs=inputs, **static)
-    x_td = record.embed(inputs.token_ids_t, params, context)
-    if x_td.shape != (inputs.token_ids_t.shape[0], context.config.hidden_size):
-        raise ValueError(f"embed must return [t, {context.config.hidden_size}]; it returned {describe(x_td)}")
-    return _first_stream(x_td, context), rope_angles(inputs.positions_t, frequencies_h), context.captured
+    angles = Angles(*context.kernels.rope_angles(inputs.positions_t, frequencies_h))
+    return _first_stream(params, context), angles, context.captured
 
 
-def _first_stream(x_td: Tensor, context: Context) -> Stream:
+def _first_stream(params: Params, context: Context) -> Stream:
     """0 + the embedding as an update, so that the first settle reduces it and every layer sees one kind of stream."""
+    token_ids_t = context.inputs.token_ids_t
+    if fusion.fits(fusion.EMBED, context):
+        first_id, _ = vocab_ids(context)
+        return Stream(*context.kernels.embed_rows(token_ids_t, params.embed_tokens.weight, first_id))
+    x_td = context.layer.embed(token_ids_t, params, context)
+    if x_td.shape != (token_ids_t.shape[0], context.config.hidden_size):
+        raise ValueError(f"embed must return [t, {context.config.hidden_size}]; it returned {describe(x_td)}")
     whole = is_whole(context.layer.embed)
     if not whole and not active("embed", context):
         return Stream(torch.zeros_like(x_td), x_td)
@@ -321,6 +320,8 @@ def _final_unit(
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     context = Context(layer=record, inputs=inputs, **static)
     logits_lv = _logits(stream, params, context)
+    if record.sample is not sample or active("logits", context):  # the default sampler passes over padding by itself
+        logits_lv = site("logits", _masked(logits_lv, context), context)
     if record.sample is not sample:
         logits_lv = all_gather(logits_lv, context.group, dim=1)[:, : context.config.vocab_size]
     token_ids_l, extras = record.sample(logits_lv, context)
@@ -330,18 +331,21 @@ def _final_unit(
 
 
 def _logits(stream: Stream, params: Params, context: Context) -> Tensor:
-    """The last norm and the head over the tokens whose logits are wanted; padding columns are -inf."""
+    """The last norm and the head over the tokens whose logits are wanted; padding columns hold anything."""
     rows = context.inputs.logit_tokens_l
     if context.batch != "mixed":  # every token is wanted, in its order
-        logits_lv = _head(stream, params, context)
-    else:
-        update_ld = stream.update_td.index_select(0, rows) if isinstance(stream.update_td, Tensor) else ()
-        logits_lv = _head(Stream(stream.x_td.index_select(0, rows), update_ld), params, context)
+        return _head(stream, params, context)
+    update_ld = stream.update_td.index_select(0, rows) if isinstance(stream.update_td, Tensor) else ()
+    return _head(Stream(stream.x_td.index_select(0, rows), update_ld), params, context)
+
+
+def _masked(logits_lv: Tensor, context: Context) -> Tensor:
+    """The logits with -inf in this shard's padding columns."""
     _, num_ids = vocab_ids(context)
-    if logits_lv.shape[-1] != num_ids and context.group.size > 1:
-        padding_v = torch.arange(logits_lv.shape[-1], device=logits_lv.device) >= num_ids
-        logits_lv = logits_lv.masked_fill(padding_v, float("-inf"))
-    return site("logits", logits_lv, context)
+    if logits_lv.shape[-1] == num_ids or context.group.size == 1:
+        return logits_lv
+    padding_v = torch.arange(logits_lv.shape[-1], device=logits_lv.device) >= num_ids
+    return logits_lv.masked_fill(padding_v, float("-inf"))
 
 
 def _head(stream: Stream, params: Params, context: Context) -> Tensor:
@@ -457,4 +461,4 @@ def _floating_dtype(params: PyTree) -> torch.dtype:
     return next(leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
-__all__ = ["build", "logits", "param_specs", "qwen3", "rope_angles", "rope_frequencies", "whole_inputs"]
+__all__ = ["build", "logits", "param_specs", "qwen3", "rope_frequencies", "whole_inputs"]

@@ -12,7 +12,6 @@ from functools import partial
 from torch import Tensor
 
 from funcllm.group import all_reduce, all_reduce_max
-from funcllm.kernels import reference
 from funcllm.kernels.reference import forbid
 from funcllm.kernels.sampler import identity, threshold
 from funcllm.layers import vocab_ids
@@ -30,7 +29,7 @@ def sample(logits_lv: Tensor, context: Context, /) -> tuple[Tensor, dict[str, Te
     first_id, num_ids = vocab_ids(context)
     keys_l2 = sampling.noise_keys_l2
     if not isinstance(keys_l2, Tensor):
-        keys_l2 = reference.noise_keys(sampling.seed_l, sampling.positions_l)
+        keys_l2 = context.kernels.noise_keys(sampling.seed_l, sampling.positions_l)
     threshold_l: Tensor | tuple[()] = ()
     forbidden: dict[str, Tensor] = {}
     if isinstance(sampling.filters, Filters):
@@ -52,7 +51,7 @@ def sample(logits_lv: Tensor, context: Context, /) -> tuple[Tensor, dict[str, Te
     key_l = context.kernels.pick(
         logits_lv, sampling.temperature_l, keys_l2, threshold_l, first_id, num_ids, **forbidden
     )
-    return reference.token_of(all_reduce_max(key_l, context.group)), {}
+    return context.kernels.token_of(all_reduce_max(key_l, context.group)), {}
 
 
 __all__ = ["forbid", "sample"]

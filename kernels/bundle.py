@@ -26,12 +26,16 @@ class Kernels:
     name: str
     write_kv: Callable[..., tuple[Tensor, Tensor]]
     attend: Callable[..., Tensor]
+    embed_rows: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    rope_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     qk_norm_rope_write: Callable[..., tuple[Tensor, Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
     head_logits: Callable[[Tensor, Tensor], Tensor]
+    noise_keys: Callable[[Tensor, Tensor], Tensor]
     pick: Callable[..., Tensor]
+    token_of: Callable[[Tensor], Tensor]
     small_linear: Callable[..., Tensor]
     add_norm_small_linear: Callable[..., tuple[Tensor, Tensor]]
     decode_inputs: Callable[..., Any] | None = None
@@ -48,12 +52,16 @@ REFERENCE = Kernels(
     name="reference",
     write_kv=reference.write_kv,
     attend=reference.attend,
+    embed_rows=reference.embed_rows,
+    rope_angles=reference.rope_angles,
     rms_norm=reference.rms_norm,
     add_rms_norm=reference.add_rms_norm,
     qk_norm_rope_write=reference.qk_norm_rope_write,
     silu_mul=reference.silu_mul,
     head_logits=reference.head_logits,
+    noise_keys=reference.noise_keys,
     pick=reference.pick,
+    token_of=reference.token_of,
     small_linear=reference.small_linear,
     add_norm_small_linear=reference.add_norm_small_linear,
 )
@@ -63,16 +71,20 @@ FAST = Kernels(
     name="fast",
     write_kv=fast.write_kv,
     attend=fast.attend,
+    embed_rows=fused.embed_rows,
+    rope_angles=fused.rope_angles,
     rms_norm=fused.rms_norm,
     add_rms_norm=fused.add_rms_norm,
     qk_norm_rope_write=fused.qk_norm_rope_write,
     silu_mul=fused.silu_mul,
     head_logits=fused.head_logits,
+    noise_keys=fused.noise_keys,
     pick=fused.pick,
+    token_of=fused.token_of,
     small_linear=gemv.small_linear,
     add_norm_small_linear=gemv.add_norm_small_linear,
     in_place=True,
-    fused=frozenset({"add_norm", "qk_norm_rope_write", "silu_mul"}),
+    fused=frozenset({"embed", "add_norm", "qk_norm_rope_write", "silu_mul"}),
     prefill=ops.TRITON,
     decode=ops.TRITON,
 )

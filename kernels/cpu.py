@@ -21,6 +21,25 @@ _SCORES_AT_ONCE = 1 << 22
 _FEW_INPUTS = 4096  # rows x inputs up to which weight @ x.T is faster than x @ weight.T, by measurement
 
 
+# --- embedding and rotary angles -------------------------------------------------------------------------------------
+
+
+def embed_rows(token_ids_t: Tensor, weight_vd: Tensor, first_id: int) -> tuple[Tensor, Tensor]:
+    """reference.embed_rows; where all ids are this shard's, a plain gather."""
+    ids_t = token_ids_t.numpy()
+    if ((ids_t >= first_id) & (ids_t < first_id + weight_vd.shape[0])).all():
+        rows_td = F.embedding(token_ids_t - first_id if first_id else token_ids_t, weight_vd)
+    else:
+        rows_td = reference.shard_rows(token_ids_t, weight_vd, first_id)
+    return torch.zeros_like(rows_td), rows_td
+
+
+def rope_angles(positions_t: Tensor, frequencies_h: Tensor) -> tuple[Tensor, Tensor]:
+    """reference.rope_angles."""
+    angle_th, factor = torch.outer(positions_t.float(), frequencies_h[:-1]), frequencies_h[-1]
+    return angle_th.cos().mul_(factor), angle_th.sin_().mul_(factor)
+
+
 # --- dense layers, norms, rotary embedding ---------------------------------------------------------------------------
 
 

@@ -15,13 +15,27 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from funcllm.kernels import radix, reference
+from funcllm.kernels import cpu_step, radix, reference
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 
 _MASK32 = 0xFFFFFFFF
 _ID_STEP, _FIRST_MIX, _SECOND_MIX = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+def noise_keys(seed_l: Tensor, position_l: Tensor) -> Tensor:
+    """reference.noise_keys."""
+    return torch.from_numpy(cpu_step.noise_keys(seed_l.long().numpy(), position_l.to(torch.int32).numpy()))
+
+
+def token_of(key_l: Tensor) -> Tensor:
+    """reference.token_of: the id is the low word, inverted."""
+    key = key_l.numpy()
+    return torch.from_numpy(np.where((key >> 32) == 0x7FFFFFFF, -1, ~key).astype(np.int32))
 
 
 # --- pick ------------------------------------------------------------------------------------------------------------
@@ -137,6 +151,13 @@ def filter_threshold(
         return radix.threshold_alone(numbers_lv, forbidden_ls[:, :0], first_id, num_ids, *settings)
     value_l[rows_x] = torch.tensor(limits)
     return value_l, largest_l
+
+
+def with_min_p(threshold_l: Tensor, largest_l: Tensor, temperature_l: Tensor, min_p_l: Tensor) -> Tensor:
+    """reference.with_min_p, in a tensor of its own."""
+    if not ((temperature_l.numpy() > 0) & (min_p_l.numpy() > 0)).any():
+        return threshold_l.clone()
+    return reference.with_min_p(threshold_l, largest_l, temperature_l, min_p_l)
 
 
 def _limit(logits_v: Floats, mass_v: Array, count: int, share: float) -> float:

@@ -1,4 +1,4 @@
-"""The fast bundle's elementwise kernels, head and pick: signatures and contracts are those of reference.py.
+"""The fast bundle's embedding, elementwise kernels, head and pick: signatures and contracts are those of reference.py.
 
 They call the ops of ops_fused.py, which have no derivative and no batching rule: under torch.func or with gradients
 they raise instead of returning a wrong value. `pdl=True` launches a kernel by programmatic dependent launch (sm_90 and
@@ -12,8 +12,25 @@ from torch import Tensor
 
 from funcllm.kernels import (
     cpu,
+    cpu_sampler,
     ops_fused,  # noqa: F401  registers the ops
 )
+
+
+def embed_rows(token_ids_t: Tensor, weight_vd: Tensor, first_id: int) -> tuple[Tensor, Tensor]:
+    """(zeros, the embeddings of the shard that starts at first_id) [t, d]; ids of other shards have rows of 0."""
+    refuse_transforms("embed_rows", weight_vd)
+    if runs_on_cpu(token_ids_t):
+        return cpu.embed_rows(token_ids_t, weight_vd, first_id)
+    return torch.ops.funcllm.embed_rows.default(token_ids_t, weight_vd, first_id)
+
+
+def rope_angles(positions_t: Tensor, frequencies_h: Tensor) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of position x frequency in fp32, times the last of the frequencies; accurate at any position."""
+    refuse_transforms("rope_angles", frequencies_h)
+    if runs_on_cpu(positions_t):
+        return cpu.rope_angles(positions_t, frequencies_h)
+    return torch.ops.funcllm.rope_angles.default(positions_t, frequencies_h)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
@@ -87,6 +104,22 @@ def pick(
     return torch.ops.funcllm.pick.default(
         logits_lv, temperature_l, keys_l2, _or_none(threshold_l), first_id, num_ids, pdl, _or_none(forbidden_ls)
     )
+
+
+def noise_keys(seed_l: Tensor, position_l: Tensor) -> Tensor:
+    """reference.noise_keys: two 32-bit words a row, as int64 [l, 2]."""
+    refuse_transforms("noise_keys")
+    if runs_on_cpu(seed_l):
+        return cpu_sampler.noise_keys(seed_l, position_l)
+    return torch.ops.funcllm.noise_keys.default(seed_l, position_l)
+
+
+def token_of(key_l: Tensor) -> Tensor:
+    """The vocabulary id in a winner's key, int32; -1 where a logit was NaN."""
+    refuse_transforms("token_of")
+    if runs_on_cpu(key_l):
+        return cpu_sampler.token_of(key_l)
+    return torch.ops.funcllm.token_of.default(key_l)
 
 
 def refuse_transforms(name: str, *tensors: Tensor | tuple[()]) -> None:

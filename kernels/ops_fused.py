@@ -1,7 +1,7 @@
-"""The elementwise ops, the head and the pick as torch ops `funcllm::...`: opaque to the compiler, any token count.
+"""The embedding, the elementwise ops, the head and the pick as torch ops `funcllm::...`.
 
-On CUDA they launch Triton kernels; on CPU they run the functions of cpu.py and cpu_sampler.py.
-They have no derivative and no batching rule: fused.py refuses transforms before it gets here.
+Opaque to the compiler, any token count. On CUDA they launch Triton kernels; on CPU they run the functions of cpu.py and
+cpu_sampler.py. They have no derivative and no batching rule: fused.py refuses transforms before it gets here.
 """
 
 from __future__ import annotations
@@ -36,6 +36,33 @@ def define(schema: str, *, cpu: Callable[..., Any], fake: Callable[..., Any], cu
 
 def _new(like: Tensor, shape: Any = None, dtype: torch.dtype | None = None) -> Tensor:
     return like.new_empty(like.shape if shape is None else shape, dtype=dtype or like.dtype)
+
+
+# --- embedding and rotary angles -------------------------------------------------------------------------------------
+
+
+def _embed_rows_fake(token_ids: Tensor, weight: Tensor, first_id: int) -> tuple[Tensor, Tensor]:
+    shape = (token_ids.shape[0], weight.shape[1])
+    return _new(weight, shape), _new(weight, shape)
+
+
+def _rope_angles_fake(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (positions.shape[0], frequencies.shape[0] - 1)
+    return _new(frequencies, shape), _new(frequencies, shape)
+
+
+define(
+    "embed_rows(Tensor token_ids, Tensor weight, SymInt first_id) -> (Tensor, Tensor)",
+    cpu=cpu.embed_rows,
+    fake=_embed_rows_fake,
+    cuda=triton_fused.embed_rows if ON_GPU else None,
+)
+define(
+    "rope_angles(Tensor positions, Tensor frequencies) -> (Tensor, Tensor)",
+    cpu=cpu.rope_angles,
+    fake=_rope_angles_fake,
+    cuda=triton_fused.rope_angles if ON_GPU else None,
+)
 
 
 # --- norms and activation --------------------------------------------------------------------------------------------
@@ -166,4 +193,16 @@ define(
     cpu=_pick_cpu,
     fake=lambda logits, *_, **__: _new(logits, (logits.shape[0],), torch.int64),
     cuda=_pick_cuda if ON_GPU else None,
+)
+define(
+    "noise_keys(Tensor seed, Tensor position) -> Tensor",
+    cpu=cpu_sampler.noise_keys,
+    fake=lambda seed, position: _new(seed, (seed.shape[0], 2), torch.int64),
+    cuda=triton_sampler.noise_keys if ON_GPU else None,
+)
+define(
+    "token_of(Tensor key) -> Tensor",
+    cpu=cpu_sampler.token_of,
+    fake=lambda key: _new(key, key.shape, torch.int32),
+    cuda=triton_sampler.token_of if ON_GPU else None,
 )

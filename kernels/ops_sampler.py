@@ -10,7 +10,7 @@ from funcllm.kernels import cpu_sampler, radix
 from funcllm.kernels.ops_fused import ON_GPU, define
 
 if ON_GPU:
-    from funcllm.kernels import triton_candidates, triton_radix
+    from funcllm.kernels import triton_candidates, triton_radix, triton_sampler
 
 
 def _histogram_fake(
@@ -44,4 +44,10 @@ define(
     cpu=radix.select,
     fake=lambda histogram, missing, prefix: (prefix.new_empty(prefix.shape), missing.new_empty(missing.shape)),
     cuda=triton_radix.select if ON_GPU else None,
+)
+define(
+    "with_min_p(Tensor threshold, Tensor largest, Tensor temperature, Tensor min_p) -> Tensor",
+    cpu=cpu_sampler.with_min_p,
+    fake=lambda threshold, *_: threshold.new_empty(threshold.shape),
+    cuda=triton_sampler.with_min_p if ON_GPU else None,
 )

@@ -113,6 +113,32 @@ def _attend_row(
     return rearrange(out_tkgh, "t k g h -> t (k g) h").to(q_tnh.dtype)
 
 
+# --- embedding and rotary angles -------------------------------------------------------------------------------------
+
+
+def embed_rows(token_ids_t: Tensor, weight_vd: Tensor, first_id: int) -> tuple[Tensor, Tensor]:
+    """(zeros, the embeddings of this shard) [t, d]: row i of the weight is that of id first_id + i.
+
+    Ids of other shards have rows of 0. The zeros are what a residual stream starts with.
+    """
+    rows_td = shard_rows(token_ids_t, weight_vd, first_id)
+    return torch.zeros_like(rows_td), rows_td
+
+
+def shard_rows(token_ids_t: Tensor, weight_vd: Tensor, first_id: int) -> Tensor:
+    """The embeddings [t, d] of a shard whose first id is first_id; 0 for ids of other shards."""
+    local_t = token_ids_t - first_id
+    mine_t = (local_t >= 0) & (local_t < weight_vd.shape[0])
+    rows_td = torch.nn.functional.embedding(torch.where(mine_t, local_t, 0), weight_vd)
+    return torch.where(mine_t[:, None], rows_td, 0.0)
+
+
+def rope_angles(positions_t: Tensor, frequencies_h: Tensor) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of position x frequency in fp32 [t, h / 2], times the last element of `frequencies_h`, [h / 2 + 1]."""
+    angle_th = positions_t.float()[:, None] * frequencies_h[None, :-1]
+    return angle_th.cos() * frequencies_h[-1], angle_th.sin() * frequencies_h[-1]
+
+
 # --- norms, rotary embedding, activation -----------------------------------------------------------------------------
 
 
@@ -290,3 +316,16 @@ def token_of(key_l: Tensor) -> Tensor:
     """The vocabulary id in a winner's key, int32; -1 where a logit was NaN."""
     token_l = _MASK32 - (key_l & _MASK32)
     return torch.where((key_l >> 32) == 0x7FFFFFFF, -1, token_l).to(torch.int32)
+
+
+def with_min_p(threshold_l: Tensor, largest_l: Tensor, temperature_l: Tensor, min_p_l: Tensor) -> Tensor:
+    """The threshold, raised to the least logit that min-p lets through: largest + temperature * log(min_p), in fp32.
+
+    log is the library's natural logarithm (on CUDA libdevice's, within a unit in the last place). Rows that are greedy
+    (temperature <= 0) or do not ask (min_p <= 0) keep their threshold; the largest logit itself always passes.
+    """
+    sampled_l = temperature_l > 0
+    heat_l = torch.where(sampled_l, temperature_l, 1.0)
+    least_l = largest_l + heat_l * torch.log(min_p_l.clamp(min=torch.finfo(torch.float32).tiny))
+    least_l = torch.where(sampled_l & (min_p_l > 0), torch.minimum(least_l, largest_l), float("-inf"))
+    return torch.maximum(threshold_l, least_l)

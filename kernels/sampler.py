@@ -56,12 +56,7 @@ def threshold(
             torch.ops.funcllm.radix_select.default,
         )
         value_l, largest_l = radix.threshold(*columns, *settings, passes, reduce_sum, reduce_max)
-
-    sampled_l = temperature_l > 0
-    heat_l = torch.where(sampled_l, temperature_l, 1.0)
-    least_l = largest_l + heat_l * torch.log(min_p_l.clamp(min=torch.finfo(torch.float32).tiny))
-    least_l = torch.where(sampled_l & (min_p_l > 0), torch.minimum(least_l, largest_l), float("-inf"))
-    return torch.maximum(value_l, least_l)
+    return torch.ops.funcllm.with_min_p.default(value_l, largest_l, temperature_l, min_p_l)
 
 
 def identity(x: Tensor) -> Tensor:

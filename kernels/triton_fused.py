@@ -1,4 +1,6 @@
-"""Triton kernels for what stands between the matrix products of a layer: norms, q/k norm + rope + cache write, SwiGLU.
+"""Triton kernels for what stands between the matrix products of a step.
+
+Embedding, rotary angles, norms, q/k norm + rope + cache write, SwiGLU.
 
 Each launcher takes the tensors of its twin in reference.py and returns new ones, except that the caches are written in
 place. They round where the reference rounds; only the order of the sum of squares differs. With pdl=True a kernel is
@@ -20,7 +22,54 @@ MAX_NORM_SIZE = 32768
 _ROW_ELEMENTS = 1024  # of one program, where rows are shorter than that
 
 
+_ANGLES = 256  # of one program
+_ANGLES_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+
+
 # --- launchers -------------------------------------------------------------------------------------------------------
+
+
+def embed_rows(token_ids_t: Tensor, weight_vd: Tensor, first_id: int) -> tuple[Tensor, Tensor]:
+    """(zeros, the rows of this shard) [t, d], both by one kernel; 0 for ids outside the shard."""
+    weight_vd = unit_stride(weight_vd)
+    num_tokens, (num_ids, size) = token_ids_t.shape[0], weight_vd.shape
+    zeros_td = torch.empty((num_tokens, size), dtype=weight_vd.dtype, device=weight_vd.device)
+    rows_td = torch.empty_like(zeros_td)
+    if rows_td.numel() == 0:
+        return zeros_td, rows_td
+    block = min(_ROW_ELEMENTS, triton.next_power_of_2(size))
+    _embed_kernel[(num_tokens, triton.cdiv(size, block))](
+        token_ids_t.contiguous(),
+        weight_vd,
+        zeros_td,
+        rows_td,
+        weight_vd.stride(0),
+        first_id,
+        num_ids,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=max(1, min(4, block // 256)),
+        enable_fp_fusion=False,
+    )
+    return zeros_td, rows_td
+
+
+def rope_angles(positions_t: Tensor, frequencies_h: Tensor) -> tuple[Tensor, Tensor]:
+    """(cos, sin) [t, h / 2] of position x frequency, times the last of the frequencies [h / 2 + 1].
+
+    Triton lowers cos and sin of fp32 to libdevice's (__nv_cosf, __nv_sinf): no approximate instructions, and a full
+    reduction of the argument, so that they are right within 2 units in the last place at any position.
+    """
+    num_tokens, half = positions_t.shape[0], frequencies_h.shape[0] - 1
+    cos_th = torch.empty((num_tokens, half), dtype=torch.float32, device=positions_t.device)
+    sin_th = torch.empty_like(cos_th)
+    if cos_th.numel() == 0:
+        return cos_th, sin_th
+    constants = _angles_constants(half)
+    _angles_kernel[(triton.cdiv(num_tokens, constants["ROWS"]),)](
+        positions_t.contiguous(), frequencies_h.contiguous(), cos_th, sin_th, num_tokens, **constants, **_ANGLES_OPTIONS
+    )
+    return cos_th, sin_th
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
@@ -157,6 +206,11 @@ def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
     return out
 
 
+def _angles_constants(half: int) -> dict[str, int]:
+    padded = triton.next_power_of_2(half)
+    return {"HALF": half, "PADDED_HALF": padded, "ROWS": max(1, _ANGLES // padded)}
+
+
 def heads_of_a_program(num_tokens: int, num_heads: int, num_kv_heads: int) -> int:
     """Heads that one program handles: few where there are too few programs to fill the GPU, else up to eight."""
     total = num_tokens * (num_heads + 2 * num_kv_heads)
@@ -192,6 +246,51 @@ def _three_axes(x: Tensor) -> Tensor:
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _embed_kernel(
+    token_ids_ptr,
+    weight_ptr,
+    zeros_ptr,
+    rows_ptr,
+    stride,
+    first_id,
+    num_ids,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    at_d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live_d = at_d < SIZE
+    local = tl.load(token_ids_ptr + token).to(tl.int64) - first_id
+    width = tl.where((local >= 0) & (local < num_ids), SIZE, 0)
+    row_d = tl.load(weight_ptr + local * stride + at_d, mask=at_d < width, other=0.0)
+    tl.store(rows_ptr + token * SIZE + at_d, row_d, mask=live_d)
+    tl.store(zeros_ptr + token * SIZE + at_d, tl.zeros((BLOCK,), zeros_ptr.dtype.element_ty), mask=live_d)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _angles_kernel(
+    positions_ptr,
+    frequencies_ptr,
+    cos_ptr,
+    sin_ptr,
+    num_tokens,
+    HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    token_r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    at_h = tl.arange(0, PADDED_HALF)
+    live_rh = (token_r < num_tokens)[:, None] & (at_h < HALF)[None, :]
+    position_r = tl.load(positions_ptr + token_r, mask=token_r < num_tokens, other=0).to(tl.float32)
+    frequency_h = tl.load(frequencies_ptr + at_h, mask=at_h < HALF, other=0.0)
+    factor = tl.load(frequencies_ptr + HALF)
+    angle_rh = position_r[:, None] * frequency_h[None, :]
+    at_rh = token_r[:, None] * HALF + at_h[None, :]
+    tl.store(cos_ptr + at_rh, tl.cos(angle_rh) * factor, mask=live_rh)
+    tl.store(sin_ptr + at_rh, tl.sin(angle_rh) * factor, mask=live_rh)
 
 
 @triton.jit
@@ -414,6 +513,16 @@ def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], d
                     {"num_warps": warps},
                 )
             )
+    for size in (128, 1000, 5120):
+        signature = {"token_ids_ptr": "*i32", "weight_ptr": "*bf16", "zeros_ptr": "*bf16", "rows_ptr": "*bf16"}
+        signature |= dict.fromkeys(("stride", "first_id", "num_ids"), "i32")
+        block = min(_ROW_ELEMENTS, triton.next_power_of_2(size))
+        options = {"num_warps": max(1, min(4, block // 256))}
+        variants.append((f"embed-{size}", _embed_kernel, signature, {"SIZE": size, "BLOCK": block}, options))
+    for half in (32, 48, 64, 128):
+        signature = {"positions_ptr": "*i32", "frequencies_ptr": "*fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
+        signature |= {"num_tokens": "i32"}
+        variants.append((f"angles-{half}", _angles_kernel, signature, _angles_constants(half), {"num_warps": 4}))
     strides = ("q_stride", "q_head_stride", "k_stride", "k_head_stride", "v_stride", "v_head_stride")
     for head_dim, heads in ((64, 8), (80, 8), (96, 1), (128, 1), (128, 8), (256, 8)):
         signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_weight_ptr", "k_weight_ptr"), "*bf16")

@@ -1,4 +1,4 @@
-"""Triton sampler: the winner of every row in one pass over fp32 logits.
+"""Triton sampler: the winner of every row in one pass over fp32 logits, and the small kernels around it.
 
 The noise of a token is recomputed in the kernel, bit for bit as reference.noise_bits has it. Its logarithms are skipped
 where they cannot matter: a standard Gumbel value is at most -log(u), and the float's own bits bound that from above, so
@@ -20,11 +20,17 @@ from funcllm.kernels.triton_fused import launch_options
 
 _BLOCK = 1024
 _PROGRAMS = 1024  # wanted in all, over rows and splits of the vocabulary
+_ROWS = {"BLOCK": 128, "num_warps": 4, "enable_fp_fusion": False}  # of the kernels with one number a row
 
 _LOWEST = tl.constexpr(-(1 << 63))
 _GOLDEN = tl.constexpr(0x9E3779B9)
 _MIX_FIRST = tl.constexpr(0x85EBCA6B)
 _MIX_SECOND = tl.constexpr(0xC2B2AE35)
+_FIRST_MULTIPLIER = tl.constexpr(0xD2511F53)
+_SECOND_MULTIPLIER = tl.constexpr(0xCD9E8D57)
+_FIRST_WEYL = tl.constexpr(0x9E3779B9)
+_SECOND_WEYL = tl.constexpr(0xBB67AE85)
+_TINY = tl.constexpr(2.0**-126)
 _LOG_2 = tl.constexpr(0.6931471805599453)
 _LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
 
@@ -73,6 +79,34 @@ def pick(
     return key_l
 
 
+def noise_keys(seed_l: Tensor, position_l: Tensor) -> Tensor:
+    """reference.noise_keys."""
+    keys_l2 = torch.empty((seed_l.shape[0], 2), dtype=torch.int64, device=seed_l.device)
+    _each_row(_noise_keys_kernel, seed_l, position_l, keys_l2)
+    return keys_l2
+
+
+def token_of(key_l: Tensor) -> Tensor:
+    """reference.token_of."""
+    token_l = torch.empty(key_l.shape, dtype=torch.int32, device=key_l.device)
+    _each_row(_token_kernel, key_l, token_l)
+    return token_l
+
+
+def with_min_p(threshold_l: Tensor, largest_l: Tensor, temperature_l: Tensor, min_p_l: Tensor) -> Tensor:
+    """reference.with_min_p, by libdevice's logarithm."""
+    raised_l = torch.empty(threshold_l.shape, dtype=torch.float32, device=threshold_l.device)
+    _each_row(_min_p_kernel, threshold_l, largest_l, temperature_l, min_p_l, raised_l)
+    return raised_l
+
+
+def _each_row(kernel: Any, *tensors: Tensor) -> None:
+    """Launches a kernel over rows; the last tensor is its result."""
+    num_rows = tensors[-1].shape[0]
+    if num_rows:
+        kernel[(triton.cdiv(num_rows, _ROWS["BLOCK"]),)](*(x.contiguous() for x in tensors), num_rows, **_ROWS)
+
+
 def noise_bits(keys_l2: Tensor, first_id: int, num_ids: int) -> Tensor:
     """The pick kernel's own noise bits, int64 [l, num_ids], to be compared with reference.noise_bits."""
     bits_lv = torch.empty((keys_l2.shape[0], num_ids), dtype=torch.int64, device=keys_l2.device)
@@ -90,6 +124,61 @@ def split_vocabulary(rows: int, num_ids: int) -> tuple[int, int]:
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def philox_words(seed, position):
+    """reference.noise_keys of rows, in uint32 arithmetic, which wraps as the masks there do; seed is int64."""
+    c0 = position.to(tl.uint32)
+    c1 = c0 & 0
+    c2 = c1
+    c3 = c1
+    k0 = seed.to(tl.uint32)
+    k1 = (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        first = c0.to(tl.uint64) * _FIRST_MULTIPLIER
+        second = c2.to(tl.uint64) * _SECOND_MULTIPLIER
+        c0 = (second >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (first >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = second.to(tl.uint32)
+        c3 = first.to(tl.uint32)
+        k0 = k0 + _FIRST_WEYL
+        k1 = k1 + _SECOND_WEYL
+    return c0.to(tl.int64), c1.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _noise_keys_kernel(seed_ptr, position_ptr, keys_ptr, num_rows, BLOCK: tl.constexpr):
+    row_l = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live_l = row_l < num_rows
+    seed_l = tl.load(seed_ptr + row_l, mask=live_l, other=0).to(tl.int64)
+    first_l, second_l = philox_words(seed_l, tl.load(position_ptr + row_l, mask=live_l, other=0))
+    tl.store(keys_ptr + row_l * 2, first_l, mask=live_l)
+    tl.store(keys_ptr + row_l * 2 + 1, second_l, mask=live_l)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _token_kernel(key_ptr, token_ptr, num_rows, BLOCK: tl.constexpr):
+    row_l = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live_l = row_l < num_rows
+    key_l = tl.load(key_ptr + row_l, mask=live_l, other=0)
+    token_l = (0xFFFFFFFF - (key_l & 0xFFFFFFFF)).to(tl.int32)
+    tl.store(token_ptr + row_l, tl.where((key_l >> 32) == 0x7FFFFFFF, -1, token_l), mask=live_l)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _min_p_kernel(threshold_ptr, largest_ptr, temperature_ptr, min_p_ptr, out_ptr, num_rows, BLOCK: tl.constexpr):
+    row_l = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live_l = row_l < num_rows
+    threshold_l = tl.load(threshold_ptr + row_l, mask=live_l, other=0.0)
+    largest_l = tl.load(largest_ptr + row_l, mask=live_l, other=0.0)
+    heat_l = tl.load(temperature_ptr + row_l, mask=live_l, other=0.0)
+    min_p_l = tl.load(min_p_ptr + row_l, mask=live_l, other=0.0)
+    asks_l = (heat_l > 0) & (min_p_l > 0)
+    least_l = largest_l + heat_l * tl.log(tl.maximum(min_p_l, _TINY))
+    least_l = tl.minimum(least_l, largest_l, propagate_nan=tl.PropagateNan.ALL)
+    least_l = tl.where(asks_l, least_l, float("-inf"))
+    tl.store(out_ptr + row_l, tl.maximum(threshold_l, least_l, propagate_nan=tl.PropagateNan.ALL), mask=live_l)
 
 
 @triton.jit
@@ -277,5 +366,14 @@ def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], d
         )
         for has_threshold in (False, True)
     ]
+    by_row = [
+        (name, kernel, {**dict.fromkeys(kernel.arg_names[:-2], "*fp32"), **types, "num_rows": "i32"})
+        for name, kernel, types in (
+            ("noise-keys", _noise_keys_kernel, {"seed_ptr": "*i64", "position_ptr": "*i32", "keys_ptr": "*i64"}),
+            ("token", _token_kernel, {"key_ptr": "*i64", "token_ptr": "*i32"}),
+            ("min-p", _min_p_kernel, {}),
+        )
+    ]
+    rows = [(*variant, {"BLOCK": _ROWS["BLOCK"]}, {"num_warps": 4}) for variant in by_row]
     signature = {"keys_ptr": "*i64", "out_ptr": "*i64", "splits": "i32"}
-    return [*picks, ("largest", _largest_kernel, signature, {"BLOCK": 256, "PDL": False}, {"num_warps": 1})]
+    return [*picks, *rows, ("largest", _largest_kernel, signature, {"BLOCK": 256, "PDL": False}, {"num_warps": 1})]

@@ -14,14 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from funcllm.kernels.cpu_step import DecodeStep, StateFilters
+from funcllm.kernels.triton_sampler import philox_words
 
 _TABLE_BLOCK = 1024
 _ADVANCE_BLOCK = 512  # rows that the one program of `advance` takes at a time
-
-_FIRST_MULTIPLIER = tl.constexpr(0xD2511F53)
-_SECOND_MULTIPLIER = tl.constexpr(0xCD9E8D57)
-_FIRST_WEYL = tl.constexpr(0x9E3779B9)
-_SECOND_WEYL = tl.constexpr(0xBB67AE85)
 
 
 def decode_inputs(
@@ -157,27 +153,6 @@ def decode_constants(num_stops: int) -> dict[str, Any]:
 
 
 @triton.jit
-def _noise_keys(seed, position):
-    """reference.noise_keys of one row, in uint32 arithmetic, which wraps as the masks there do."""
-    c0 = position.to(tl.uint32)
-    c1 = c0 & 0
-    c2 = c1
-    c3 = c1
-    k0 = seed.to(tl.uint32)
-    k1 = (seed >> 32).to(tl.uint32)
-    for _ in tl.static_range(10):
-        first = c0.to(tl.uint64) * _FIRST_MULTIPLIER
-        second = c2.to(tl.uint64) * _SECOND_MULTIPLIER
-        c0 = (second >> 32).to(tl.uint32) ^ c1 ^ k0
-        c2 = (first >> 32).to(tl.uint32) ^ c3 ^ k1
-        c1 = second.to(tl.uint32)
-        c3 = first.to(tl.uint32)
-        k0 = k0 + _FIRST_WEYL
-        k1 = k1 + _SECOND_WEYL
-    return c0.to(tl.int64), c1.to(tl.int64)
-
-
-@triton.jit
 def _decode_inputs_kernel(
     decode_rows_ptr,
     token_ids_re_ptr,
@@ -250,7 +225,7 @@ def _decode_inputs_kernel(
     tl.store(temperature_ptr + index, temperature)
     tl.store(seed_ptr + index, seed)
     tl.store(lengths_ptr + index, length)
-    first, second = _noise_keys(seed, length)
+    first, second = philox_words(seed, length)
     tl.store(noise_keys_ptr + index * 2, first)
     tl.store(noise_keys_ptr + index * 2 + 1, second)
     if NUM_STOPS > 0:

@@ -15,7 +15,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from funcllm.kernels import fused, reference
+from funcllm.kernels import fused, reference, sampler  # noqa: F401  registers its ops
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting process of test_interpreted")
@@ -48,6 +48,81 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
     assert ours.dtype == theirs.dtype
     tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[ours.dtype]
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+# --- embedding and rotary angles -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("tokens", "size", "first_id"), [(1, 64, 0), (7, 100, 0), (9, 1030, 13), (0, 8, 0)])
+def test_embed_rows(
+    implementation: str, dtype: torch.dtype, kind: torch.dtype, tokens: int, size: int, first_id: int
+) -> None:
+    weight = values(13, size, dtype=dtype)
+    ids = first_id + torch.randperm(13, generator=torch.Generator().manual_seed(tokens))[:tokens].to(kind)
+    zeros, rows = function(implementation, "embed_rows")(ids, weight, first_id)
+    assert zeros.dtype == rows.dtype == dtype
+    assert zeros.shape == rows.shape == (tokens, size)
+    assert (zeros == 0).all()
+    assert torch.equal(rows, weight[ids.long() - first_id])
+    assert zeros.is_contiguous()
+    assert rows.is_contiguous()
+    assert zeros.data_ptr() != rows.data_ptr() or tokens == 0
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+def test_ids_of_other_shards_have_rows_of_zero(implementation: str, kind: torch.dtype) -> None:
+    weight = values(5, 40)
+    ids = torch.tensor([-1, 9, 10, 12, 14, 15, 151_935, 2**31 - 1, 0, -(2**31)], dtype=kind)
+    zeros, rows = function(implementation, "embed_rows")(ids, weight, 10)
+    assert torch.equal(rows[[2, 3, 4]], weight[[0, 2, 4]])
+    assert (rows[[0, 1, 5, 6, 7, 8, 9]] == 0).all()
+    assert (zeros == 0).all()
+    for ours, theirs in zip((zeros, rows), reference.embed_rows(ids, weight, 10)):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_embed_rows_of_a_weight_inside_a_wider_one(implementation: str) -> None:
+    wide = values(6, 48)
+    _, rows = function(implementation, "embed_rows")(torch.tensor([5, 0]), wide[:, :32], 0)
+    assert torch.equal(rows, wide[[5, 0], :32])
+
+
+HUGE = [0, 1, 7, 4095, 40_960, 105_616, 131_071, 1_048_575, 2**24 - 1, 2**24 + 1, 2**30 + 129, 2**31 - 1]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("half", [8, 40, 48, 64, 128])
+def test_rope_angles_at_any_position(implementation: str, kind: torch.dtype, half: int) -> None:
+    """Against fp64 trigonometry of the angle that fp32 has: the reduction of a huge angle loses nothing."""
+    frequencies = torch.cat([1e6 ** (-torch.arange(half) / half), torch.tensor([1.25])])
+    positions = torch.tensor(HUGE, dtype=kind)
+    cos, sin = function(implementation, "rope_angles")(positions, frequencies)
+    angle = (positions.float()[:, None] * frequencies[:-1]).double()
+    torch.testing.assert_close(cos.double(), angle.cos() * 1.25, rtol=0, atol=3e-7)
+    torch.testing.assert_close(sin.double(), angle.sin() * 1.25, rtol=0, atol=3e-7)
+    for ours, theirs in zip((cos, sin), reference.rope_angles(positions, frequencies)):
+        assert ours.dtype == torch.float32
+        assert ours.is_contiguous()
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-7)
+    assert (cos[0] == 1.25).all()
+    assert (sin[0] == 0).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("tokens", [0, 1, 3, 4, 5, 33])
+def test_rope_angles_of_any_number_of_tokens(implementation: str, tokens: int) -> None:
+    frequencies = torch.cat([1e4 ** (-torch.arange(64) / 64), torch.ones(1)])
+    positions = torch.randperm(5000, generator=torch.Generator().manual_seed(1))[:tokens].to(torch.int32)
+    ours = function(implementation, "rope_angles")(positions, frequencies)
+    for mine, theirs in zip(ours, reference.rope_angles(positions, frequencies)):
+        assert mine.shape == (tokens, 64)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=3e-7)
 
 
 # --- norms and activation --------------------------------------------------------------------------------------------
@@ -205,29 +280,33 @@ def test_head_logits_widen_a_narrow_weight_in_pieces(monkeypatch: pytest.MonkeyP
 
 
 def layer(
-    hidden: Tensor, update: Tensor, weights: dict[str, Tensor], angles: Tensor, caches: Any, slots: Tensor
+    hidden: Tensor, update: Tensor, weights: dict[str, Tensor], positions: Tensor, caches: Any, slots: Tensor
 ) -> Any:
     """A stand-in for a layer that goes through every op."""
+    zeros, rows = fused.embed_rows(positions, weights["out"], 20)
+    update = update + (zeros + rows).repeat(1, 2)
+    cos, sin = fused.rope_angles(positions, weights["frequencies"])
     total, normed = fused.add_rms_norm(hidden, update, weights["norm"], EPS)
     qkv = normed @ weights["qkv"].T
     q, k, v = (x.unflatten(-1, (-1, 16)) for x in qkv.split([64, 32, 32], dim=-1))
     q, k_cache, v_cache = fused.qk_norm_rope_write(
-        q, k, v, weights["head"], weights["head"], EPS, angles.cos(), angles.sin(), *caches, slots
+        q, k, v, weights["head"], weights["head"], EPS, cos, sin, *caches, slots
     )
     out = fused.silu_mul(fused.rms_norm(q.flatten(1), weights["norm"], EPS))
     logits = fused.head_logits(out, weights["out"])
     heat = torch.zeros(logits.shape[0])
-    keys = torch.zeros(logits.shape[0], 2, dtype=torch.int64)
+    keys = fused.noise_keys(slots, positions)
     winner = fused.pick(logits, heat, keys, (), 0, logits.shape[1])
-    return total, reference.token_of(winner), k_cache, v_cache
+    return total, fused.token_of(winner), keys, k_cache, v_cache
 
 
 def layer_inputs(tokens: int) -> list[Any]:
-    shapes = {"norm": (64,), "qkv": (128, 64), "head": (16,), "out": (50, 32)}
+    shapes = {"norm": (64,), "qkv": (128, 64), "head": (16,), "out": (50, 32), "frequencies": (9,)}
     weights = {name: values(*shape) for name, shape in shapes.items()}
     caches = [torch.zeros(9, 16, 2, 16) for _ in range(2)]
     slots = torch.arange(tokens) + 16
-    return [values(tokens, 64), values(tokens, 64, seed=1), weights, values(tokens, 8), caches, slots]
+    positions = torch.arange(tokens, dtype=torch.int32) * 3
+    return [values(tokens, 64), values(tokens, 64, seed=1), weights, positions, caches, slots]
 
 
 @compiled
@@ -241,9 +320,9 @@ def test_ops_compile_whole_with_a_dynamic_token_count_and_write_the_caches(backe
         for x in (*inputs[:2], inputs[3], inputs[5]):
             torch._dynamo.mark_dynamic(x, 0)
         with torch.no_grad():
-            total, winner, k_cache, v_cache = fast(*inputs)
+            total, winner, keys, k_cache, v_cache = fast(*inputs)
             eager = layer(*expected)
-        torch.testing.assert_close((total, winner, k_cache, v_cache), eager)
+        torch.testing.assert_close((total, winner, keys, k_cache, v_cache), eager)
         assert k_cache.data_ptr() == inputs[4][0].data_ptr()
         assert inputs[4][0].abs().sum() > 0
         assert torch.equal(inputs[4][1], expected[4][1])
@@ -264,6 +343,13 @@ def test_ops_pass_torchs_own_checks() -> None:
     torch.library.opcheck(ops.head_logits.default, (x, values(7, 32)), test_utils=checks)
     keys = torch.zeros(3, 2, dtype=torch.int64)
     torch.library.opcheck(ops.pick.default, (x, torch.ones(3), keys, None, 0, 32), test_utils=checks)
+    ids = torch.tensor([4, 2, 9], dtype=torch.int32)
+    torch.library.opcheck(ops.embed_rows.default, (ids, values(7, 32), 0), test_utils=checks)
+    torch.library.opcheck(ops.rope_angles.default, (ids, values(9)), test_utils=checks)
+    torch.library.opcheck(ops.noise_keys.default, (keys[:, 0], ids), test_utils=checks)
+    torch.library.opcheck(ops.token_of.default, (keys[:, 0],), test_utils=checks)
+    for min_p in (torch.zeros(3), torch.tensor([0.0, 0.5, 0.1])):
+        torch.library.opcheck(ops.with_min_p.default, (ids.float(), ids.float(), x[:, 0], min_p), test_utils=checks)
 
 
 CALLS: list[Any] = [
@@ -271,6 +357,8 @@ CALLS: list[Any] = [
     pytest.param(lambda x: fused.add_rms_norm(x, x, torch.ones(16), EPS)[1], id="add_rms_norm"),
     pytest.param(fused.silu_mul, id="silu_mul"),
     pytest.param(lambda x: fused.head_logits(x, torch.ones(5, 16)), id="head_logits"),
+    pytest.param(lambda x: fused.embed_rows(torch.tensor([2, 0]), x, 0)[1], id="embed_rows"),
+    pytest.param(lambda x: fused.rope_angles(torch.tensor([2, 0]), x.flatten())[1], id="rope_angles"),
 ]
 
 
@@ -288,6 +376,28 @@ def test_kernels_refuse_transforms_and_gradients(call: Callable[[Tensor], Tensor
             transform()
     with torch.no_grad():
         assert call(x.clone().requires_grad_()).isfinite().all()
+
+
+@compiled
+@pytest.mark.parametrize("call", [fused.token_of, lambda x: fused.noise_keys(x, x)], ids=["token_of", "noise_keys"])
+def test_kernels_of_integers_refuse_transforms(call: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(RuntimeError, match="REFERENCE"):
+        torch.func.vmap(call)(torch.zeros(2, 3, dtype=torch.int64))
+
+
+@compiled
+def test_the_plain_twins_bear_transforms() -> None:
+    weight, ids = values(5, 4), torch.tensor([11, 9, 14])
+    gradient = torch.func.grad(lambda w: reference.embed_rows(ids, w, 10)[1].sum())(weight)
+    assert gradient[:, 0].tolist() == [0, 1, 0, 0, 1]
+    _, slope = torch.func.jvp(
+        lambda f: reference.rope_angles(torch.tensor([3]), f)[1],
+        (torch.tensor([0.5, 2.0]),),
+        (torch.tensor([1.0, 0.0]),),
+    )
+    torch.testing.assert_close(slope, 6 * torch.tensor([[1.5]]).cos())
+    keys = torch.func.vmap(reference.noise_keys)(torch.arange(4).view(2, 2), torch.arange(4).view(2, 2))
+    assert torch.equal(keys.flatten(0, 1), reference.noise_keys(torch.arange(4), torch.arange(4)))
 
 
 @compiled
@@ -341,14 +451,37 @@ def test_kernel_compiles_for_sm_90_without_spills(
 ) -> None:
     usage = resources(kernel, signature, constants, options, tmp_path)
     assert usage["SHARED"] <= 232448, name
-    assert usage["STACK"] == usage["LOCAL"] == 0, name
+    assert usage["STACK"] <= (64 if name.startswith("angles") else 0), name  # where huge angles are reduced
+    assert usage["LOCAL"] == 0, name
     assert 8 <= usage["REG"] <= 255, name
+
+
+@compiled
+@pytest.mark.parametrize("name", ["angles-64", "min-p"])
+def test_cosines_and_logarithms_are_not_approximate(name: str) -> None:
+    """No approximate instruction, and for the angles the table of 2 / pi that reduces any of them."""
+    ptx = binary(*next(variant.values[1:] for variant in variants() if variant.id == name)).asm["ptx"]
+    assert not re.findall(r"(?:cos|sin|lg2|ex2)\.approx", ptx)
+    assert ("__cudart_i2opi_f" in ptx) == (name == "angles-64")
 
 
 def resources(
     kernel: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, int], folder: Path
 ) -> dict[str, int]:
-    """Registers, stack, local and shared bytes of a kernel compiled for sm_90; pointers and sizes divide by 16."""
+    """Registers, stack, local and shared bytes of a kernel compiled for sm_90."""
+    import triton
+
+    compiled_kernel = binary(kernel, signature, constants, options)
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled_kernel.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+    return usage | {"SHARED": compiled_kernel.metadata.shared}
+
+
+def binary(kernel: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, int]) -> Any:
+    """A kernel compiled for sm_90; pointers and sizes divide by 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -356,10 +489,5 @@ def resources(
     names = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(names.values()) if kind[0] in "*i"}
     source = ASTSource(kernel, names, constexprs=constants, attrs=aligned)
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, **options})
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(binary.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
-    return usage | {"SHARED": binary.metadata.shared}
+    options = {"enable_fp_fusion": False, **options}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -86,6 +86,53 @@ def test_noise_keys_are_philox_and_frozen() -> None:
     assert keys == FROZEN_KEYS
 
 
+def function(name: str) -> Callable[..., Tensor]:
+    """An op, or in the interpreting process its kernel."""
+    if not INTERPRETED:
+        return getattr(fused, name)
+    from funcllm.kernels import triton_sampler
+
+    return getattr(triton_sampler, name)
+
+
+def test_noise_keys_of_every_implementation_are_the_frozen_ones() -> None:
+    noise_keys = function("noise_keys")
+    positions = torch.tensor(POSITIONS)
+    for kind in (torch.int32, torch.int64):
+        assert noise_keys(torch.tensor(SEEDS), positions.to(kind)).tolist() == FROZEN_KEYS
+    small = torch.tensor([0, 1, 42, 7, -1], dtype=torch.int32)
+    assert torch.equal(noise_keys(small, positions), reference.noise_keys(small, positions))
+    assert torch.equal(noise_keys(small.long(), positions - 1), reference.noise_keys(small, positions - 1))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 127, 129, 300])
+def test_noise_keys_and_tokens_of_any_number_of_rows(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (rows, 2), generator=generator)[:, 0]
+    positions = torch.randint(0, 2**31 - 1, (rows,), generator=generator, dtype=torch.int32)
+    keys = function("noise_keys")(seeds, positions)
+    assert keys.dtype == torch.int64
+    assert keys.shape == (rows, 2)
+    assert keys.is_contiguous()
+    assert torch.equal(keys, reference.noise_keys(seeds, positions))
+    seeds[::3] |= 0x7FFFFFFF << 32
+    seeds[::3] &= 2**63 - 1
+    tokens = function("token_of")(seeds)
+    assert tokens.dtype == torch.int32
+    assert torch.equal(tokens, reference.token_of(seeds))
+    assert (tokens == -1).sum() == -(-rows // 3)
+
+
+def test_tokens_are_the_inverted_low_words_and_minus_one_for_nan() -> None:
+    ids = [0, 1, 151_935, 2**31 - 1, 2**32 - 1]
+    scores = [0, 5, -1, -(2**31), 0x7FFFFFFE]
+    keys = [(score << 32) | (2**32 - 1 - token) for score, token in zip(scores, ids)]
+    keys += [0x7FFFFFFF << 32, (0x7FFFFFFF << 32) | 77, -(2**63)]
+    tokens = function("token_of")(torch.tensor(keys))
+    assert tokens.tolist() == [0, 1, 151_935, 2**31 - 1, -1, -1, -1, -1]
+    assert torch.equal(tokens, reference.token_of(torch.tensor(keys)))
+
+
 @compiled
 def test_philox_agrees_with_the_published_known_answer() -> None:
     assert philox_words(0, 0) == (0x6627E8D5, 0xE169C58D)
@@ -526,6 +573,55 @@ def test_threshold_compiles_whole_and_stays_equal() -> None:
     )
     fast = torch.compile(run, fullgraph=True, backend="aot_eager")
     assert torch.equal(fast(logits, *settings), run(logits, *settings))
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("rows", [0, 1, 129])
+def test_min_p_raises_a_threshold_by_one_definition(rows: int, asked: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    largest = torch.randn(rows, generator=generator) * 9
+    below = torch.rand(rows, generator=generator) * 30
+    below[::4] = INF
+    heat = torch.rand(rows, generator=generator) * 2 - 0.4
+    min_p = (torch.rand(rows, generator=generator) * 1.5 - 0.3) if asked else torch.zeros(rows)
+    min_p[::7] *= 1e-40
+    given = (largest - below, largest, heat, min_p)
+    before = [x.clone() for x in given]
+    if INTERPRETED:
+        from funcllm.kernels import triton_sampler
+
+        limit = triton_sampler.with_min_p(*given)
+    else:
+        limit = torch.ops.funcllm.with_min_p.default(*given)
+    expected = reference.with_min_p(*given)
+    if INTERPRETED:
+        torch.testing.assert_close(limit, expected, rtol=1e-6, atol=1e-6)
+    else:
+        assert torch.equal(limit, expected)
+    least = largest.double() + heat.double() * min_p.clamp(min=2.0**-126).double().log()
+    asks = (heat > 0) & (min_p > 0)
+    wanted = torch.where(asks, torch.minimum(least, largest.double()), -INF).maximum(given[0].double())
+    torch.testing.assert_close(limit.double(), wanted, rtol=1e-6, atol=1e-5)
+    assert limit.data_ptr() != given[0].data_ptr() or rows == 0
+    assert all(torch.equal(x, y) for x, y in zip(given, before))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinity times 0
+def test_min_p_bears_strange_rows() -> None:
+    given = (
+        torch.tensor([-INF, -INF, -INF, 1.0, -INF]),
+        torch.tensor([-INF, INF, 2.0, 2.0, 2.0]),
+        torch.tensor([1.0, 1.0, INF, 1.0, 0.0]),
+        torch.tensor([0.5, 0.5, 1.0, float("nan"), 0.5]),
+    )
+    if INTERPRETED:
+        from funcllm.kernels import triton_sampler
+
+        limit = triton_sampler.with_min_p(*given)
+    else:
+        limit = torch.ops.funcllm.with_min_p.default(*given)
+    assert torch.equal(limit.nan_to_num(nan=9.0), reference.with_min_p(*given).nan_to_num(nan=9.0))
+    assert limit[[0, 1, 3, 4]].tolist() == [-INF, INF, 1.0, -INF]
 
 
 @interpreted
