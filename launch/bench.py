@@ -15,8 +15,9 @@ import re
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ from funcllm.specs import local_shape, nbytes, spec_leaves
 from funcllm.weights.hub import resolve
 
 MAX_ID = 10_000  # of the random prompts
-_JOB = re.compile(r"(dec|pre|long)([1-9]\d*)|nano|b1|start|host")
+_JOB = re.compile(r"(dec|pre|long|steady)([1-9]\d*)|nano|b1|start|host")
 _PACKAGES = ("torch", "triton", "flash-attn-4", "transformers", "numpy")
 
 
@@ -48,6 +49,7 @@ class Workload:
 
     steps > 0: the figure is milliseconds a step, the time of the requests minus that of the same number of prompts with
     one output token, divided by steps. steps 0: the whole time, in milliseconds, or in seconds where `in_seconds`.
+    is_steady: `count` sequences at any time, evenly spread over their lives; one that ends makes room for a new prompt.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Workload:
     temperature: float = 0.0
     steps: int = 0
     in_seconds: bool = False
+    is_steady: bool = False
 
     @property
     def unit(self) -> str:
@@ -73,14 +76,15 @@ def parse_jobs(names: Iterable[str]) -> list[str]:
     jobs = []
     for name in (name.strip() for name in names):
         if not _JOB.fullmatch(name):
-            raise ValueError(f"there is no job {name!r}; use nano, b1, decN, preN, longN, start or host, such as dec64")
+            known = "nano, b1, decN, preN, longN, steadyN, start or host"
+            raise ValueError(f"there is no job {name!r}; use {known}, such as dec64")
         if name not in jobs:
             jobs.append(name)
     return jobs
 
 
 def workload(name: str) -> Workload:
-    """The workload of a job that generates: nano, b1, decN, preN or longN."""
+    """The workload of a job that generates: nano, b1, decN, preN, longN or steadyN."""
     kind, number = re.fullmatch(r"([a-z]+)(\d*)", name).groups()  # type: ignore[union-attr]
     n = int(number or 0)
     if kind == "nano":
@@ -93,6 +97,10 @@ def workload(name: str) -> Workload:
     if kind == "dec":
         return Workload(
             name=name, count=n, prompt_range=(512, 512), output_range=(257, 257), temperature=0.6, steps=256
+        )
+    if kind == "steady":
+        return Workload(
+            name=name, count=n, prompt_range=(512, 512), output_range=(256, 256), temperature=0.6, is_steady=True
         )
     if kind == "pre":
         return Workload(name=name, prompt_range=(n, n), output_range=(1, 1))
@@ -173,6 +181,10 @@ def decode_floor(prompt_lens: Sequence[int], steps: Sequence[int], costs: Costs,
 def floor_of(work: Workload, drawn: Requests, costs: Costs, limits: Limits) -> float:
     """The floor of a workload, in its unit."""
     lens = [len(prompt) for prompt in drawn.prompts]
+    if work.is_steady:  # of a step: every sequence decodes, and its share of the prompts is computed
+        steps = work.output_range[1]
+        prompt_flops = prefill_floor(lens, replace(costs, weight_bytes=0, kv_bytes=0), limits)
+        return 1e3 * (decode_floor(lens, [steps] * len(lens), costs, limits) + prompt_flops) / steps
     if work.steps:
         return 1e3 * decode_floor(lens, [work.steps] * len(lens), costs, limits) / work.steps
     seconds = prefill_floor(lens, costs, limits)
@@ -313,6 +325,8 @@ def _run_works(
 
 def run_work(engine: Any, work: Workload, costs: Costs, limits: Limits, seed: int = 0) -> Result:
     """One job on an open engine, twice with other seeds."""
+    if work.is_steady:
+        return run_steady(engine, work, costs, limits, seed)
     max_id = min(MAX_ID, engine.config.vocab_size - 1)
     figures, drawn, seconds = [], Requests([], []), 0.0
     for run in range(2):
@@ -334,14 +348,63 @@ def run_work(engine: Any, work: Workload, costs: Costs, limits: Limits, seed: in
     )
 
 
+def run_steady(engine: Any, work: Workload, costs: Costs, limits: Limits, seed: int = 0) -> Result:
+    """Milliseconds a token of a sequence under steady arrivals, twice, and the longest that one waited for a token."""
+    max_id = min(MAX_ID, engine.config.vocab_size - 1)
+    figures, gaps, drawn = [], [0.0], Requests([], [])
+    for run in range(2):
+        drawn = requests(4 * work.count, work.prompt_range, work.output_range, run + seed * 4, max_id)
+        gaps = steady_gaps(engine, drawn, work.count, work.temperature)
+        figures.append(1e3 * sum(gaps) / (2 * work.output_range[1]))
+    tokens = 2 * work.count * work.output_range[1]
+    floor = floor_of(work, Requests(drawn.prompts[: work.count], []), costs, limits)
+    details = {"tokens_per_second": round(tokens / sum(gaps), 1), "longest_gap_ms": round(1e3 * max(gaps), 3)}
+    return Result(job=work.name, unit="ms", first=figures[0], second=figures[1], floor=floor, details=details)
+
+
+def steady_gaps(engine: Any, drawn: Requests, count: int, temperature: float) -> list[float]:
+    """Seconds between the ends of steps while `count` sequences run: from the end of request number `count` to that of
+    number 3 `count`. The first ones have shorter outputs, so that requests end, and prompts come, at even distances.
+    """
+    waiting = deque(zip(drawn.prompts, drawn.outputs))
+    running: set[int] = set()
+
+    def submit(share: float = 1.0) -> None:
+        prompt, n = waiting.popleft()
+        running.add(engine.submit(prompt, _fixed_length(max(1, int(n * share)), temperature)))
+
+    for i in range(count):
+        submit((i + 1) / count)
+    ended, gaps, last = 0, list[float](), 0.0
+    while ended < 3 * count:
+        finished = engine.step()
+        now = time.perf_counter()
+        if ended >= count:
+            gaps.append(now - last)
+        last = now
+        for request_id in finished:
+            output = engine.output(request_id)
+            if output.error:
+                raise RuntimeError(f"a request failed: {output.error}")
+            running.discard(request_id)
+            ended += 1
+            if waiting:
+                submit()
+    for request_id in running:
+        engine.abort(request_id)
+        engine.output(request_id)
+    return gaps
+
+
+def _fixed_length(max_tokens: int, temperature: float) -> SamplingParams:
+    return SamplingParams(
+        temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+    )
+
+
 def time_requests(engine: Any, drawn: Requests, temperature: float) -> float:
     """Seconds until every token of the requests is read. EOS is ignored and nothing is decoded to text."""
-    sampling = [
-        SamplingParams(
-            temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, max_tokens=n, ignore_eos=True, detokenize=False
-        )
-        for n in drawn.outputs
-    ]
+    sampling = [_fixed_length(n, temperature) for n in drawn.outputs]
     started = time.perf_counter()
     outputs = engine.generate(drawn.prompts, sampling)
     seconds = time.perf_counter() - started

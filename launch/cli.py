@@ -464,6 +464,8 @@ Jobs (a number for N):
   decN    N sequences behind 512 tokens each: milliseconds a step, over 256
   preN    milliseconds to the first token of an N-token prompt
   longN   one sequence behind N tokens: milliseconds a token, over 128
+  steadyN N sequences at any time, 512-token prompts and 256 outputs, each that ends making room for the next:
+          milliseconds a token of a sequence, tokens a second, and the longest wait between two tokens
   start   seconds from starting a process to its first token
   host    milliseconds of host work a step, at 1 and 256 rows, without a model
 

@@ -49,6 +49,7 @@ def test_requests_stay_within_the_vocabulary():
         ("dec64", 64, (512, 512), (257, 257), 256, 0.6, "ms"),
         ("pre4096", 1, (4096, 4096), (1, 1), 0, 0.0, "ms"),
         ("long32768", 1, (32768, 32768), (129, 129), 128, 0.0, "ms"),
+        ("steady64", 64, (512, 512), (256, 256), 0, 0.6, "ms"),
     ],
 )
 def test_workloads(name, count, prompts, outputs, steps, temperature, unit):
@@ -170,6 +171,53 @@ def test_a_throughput_counts_the_outputs(monkeypatch):
     result = bench.run_work(FakeEngine(monkeypatch), work, COSTS, LIMITS)
     assert close(result.second, 0.014)
     assert result.details == {"tokens_per_second": round(12 / 0.014, 1)}
+
+
+class SteadyEngine(FakeEngine):
+    """A millisecond a step, and ten more for every prompt in it; requests run in the order of their ids."""
+
+    def __init__(self, monkeypatch):
+        super().__init__(monkeypatch)
+        self.left, self.new, self.running, self.aborted = {}, 0, [], []
+
+    def submit(self, prompt, sampling):
+        self.left[len(self.left)] = sampling.max_tokens
+        self.new += 1
+        return len(self.left) - 1
+
+    def step(self):
+        self.now += 0.001 + 0.010 * self.new
+        self.new = 0
+        alive = [i for i, n in self.left.items() if n > 0]
+        self.running.append(len(alive))
+        for i in alive:
+            self.left[i] -= 1
+        return [i for i in alive if self.left[i] == 0]
+
+    def output(self, request_id):
+        return type("Output", (), {"error": None})
+
+    def abort(self, request_id):
+        self.aborted.append(request_id)
+        self.left[request_id] = 0
+
+
+def test_arrivals_are_steady(monkeypatch):
+    engine = SteadyEngine(monkeypatch)
+    result = bench.run_work(engine, bench.workload("steady4"), COSTS, LIMITS)
+    # of 4 sequences with 256 tokens each one ends every 64 steps, so 512 steps take 8 prompts in
+    assert close(result.second, 1.0 + 8 * 10.0 / 512)
+    assert result.details == {"tokens_per_second": round(8 * 256 / (0.512 + 0.080), 1), "longest_gap_ms": 11.0}
+    assert set(engine.running) == {4}
+    assert len(engine.aborted) == 2 * 4
+    assert [engine.left[i] for i in engine.aborted] == [0] * 8
+
+
+def test_the_floor_of_steady_arrivals_counts_prompts_by_their_flops():
+    work = Workload(name="x", count=2, prompt_range=(3, 3), output_range=(2, 2), is_steady=True)
+    decode = (2 * 1000 + 2 * 9 * 10) / 1e3
+    prompts = 2 * (3 * 100 + 6 * 2 + 50) / 1e6
+    assert close(bench.floor_of(work, Requests([[0] * 3] * 2, []), COSTS, LIMITS), 1e3 * (decode + prompts) / 2)
 
 
 def test_a_request_that_is_cut_short_is_no_figure(monkeypatch):
