@@ -22,6 +22,39 @@ def values(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+# --- embedding, angles, keys -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ids", [[], [3], [12, 0, 7, 7], [12, 13, -1, 4]], ids=str)
+@pytest.mark.parametrize("first_id", [0, 3])
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+def test_rows_of_the_embedding_are_gathered(ids: list[int], first_id: int, kind: torch.dtype) -> None:
+    token_ids = torch.tensor(ids, dtype=kind)
+    before = token_ids.clone()
+    for ours, theirs in zip(
+        cpu.embed_rows(token_ids, values(10, 6), first_id), reference.embed_rows(token_ids, values(10, 6), first_id)
+    ):
+        assert ours.shape == (len(ids), 6)
+        assert torch.equal(ours, theirs)
+    assert torch.equal(token_ids, before)
+
+
+def test_angles_are_the_plain_ones_bit_for_bit() -> None:
+    positions, frequencies = torch.arange(0, 2**20, 9973, dtype=torch.int32), values(65).abs()
+    for ours, theirs in zip(cpu.rope_angles(positions, frequencies), reference.rope_angles(positions, frequencies)):
+        assert torch.equal(ours, theirs)
+
+
+def test_min_p_touches_only_rows_that_ask() -> None:
+    limit, largest = values(4), values(4, seed=1)
+    heat, min_p = torch.tensor([1.0, 0.0, 2.0, -1.0]), torch.tensor([0.0, 0.5, 0.1, 0.5])
+    for asked in (torch.tensor([1, 1, 0, 1]), torch.ones(4)):
+        ours = cpu_sampler.with_min_p(limit, largest, heat * asked, min_p)
+        assert torch.equal(ours, reference.with_min_p(limit, largest, heat * asked, min_p))
+        assert ours.data_ptr() != limit.data_ptr()
+    assert torch.equal(ours[[0, 1, 3]], limit[[0, 1, 3]])
+
+
 # --- dense layers, norms, rotary embedding ---------------------------------------------------------------------------
 
 

@@ -37,6 +37,96 @@ def has_pdl() -> bool:
     return torch.cuda.get_device_capability() >= (9, 0)
 
 
+# --- embedding, angles, keys -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 33, 5000])
+@pytest.mark.parametrize("size", [1000, 1024, 5120])
+def test_embed_rows(dtype: torch.dtype, kind: torch.dtype, tokens: int, size: int) -> None:
+    weight = values(3001, size, dtype=dtype)
+    generator = torch.Generator(device="cuda").manual_seed(tokens)
+    ids = torch.randint(0, 9000, (tokens,), device="cuda", generator=generator).to(kind)
+    for ours, theirs in zip(fused.embed_rows(ids, weight, 3001), reference.embed_rows(ids, weight, 3001)):
+        assert ours.dtype == dtype
+        assert torch.equal(ours, theirs)
+
+
+def test_embed_rows_beyond_two_to_the_31_elements() -> None:
+    weight = torch.zeros(2**31 // 4096 + 5, 4096, dtype=torch.bfloat16, device="cuda")
+    weight[-1] = 3.0
+    _, rows = fused.embed_rows(torch.tensor([weight.shape[0] - 1, 0], device="cuda"), weight, 0)
+    assert (rows[0] == 3).all()
+    assert (rows[1] == 0).all()
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("half", [8, 40, 48, 64, 128])
+def test_rope_angles_at_any_position(kind: torch.dtype, half: int) -> None:
+    frequencies = torch.cat([1e6 ** (-torch.arange(half, device="cuda") / half), torch.tensor([1.25], device="cuda")])
+    huge = torch.tensor([2**24 + 1, 2**30 + 129, 2**31 - 1], device="cuda")
+    positions = torch.cat([torch.arange(0, 131_072, 7, device="cuda"), huge]).to(kind)
+    angle = (positions.float()[:, None] * frequencies[:-1]).double()
+    ours = fused.rope_angles(positions, frequencies)
+    theirs = reference.rope_angles(positions, frequencies)
+    for mine, plain, exact in zip(ours, theirs, (angle.cos() * 1.25, angle.sin() * 1.25)):
+        torch.testing.assert_close(mine.double(), exact, rtol=0, atol=3e-7)
+        torch.testing.assert_close(mine, plain, rtol=0, atol=3e-7)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 127, 1024, 5001])
+def test_noise_keys_and_tokens(rows: int) -> None:
+    generator = torch.Generator(device="cuda").manual_seed(rows)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), device="cuda", generator=generator)
+    positions = torch.randint(0, 2**31 - 1, (rows,), device="cuda", generator=generator).to(torch.int32)
+    assert torch.equal(fused.noise_keys(seeds, positions), reference.noise_keys(seeds, positions))
+    seeds[::3] = (seeds[::3] & 0xFFFFFFFF) | (0x7FFFFFFF << 32)
+    tokens = fused.token_of(seeds)
+    assert torch.equal(tokens, reference.token_of(seeds))
+    assert (tokens[::3] == -1).all()
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_min_p_raises_the_threshold(rows: int) -> None:
+    largest, below = values(rows, dtype=torch.float32) * 9, values(rows, dtype=torch.float32, seed=1).abs() * 30
+    heat, min_p = values(rows, dtype=torch.float32, seed=2), values(rows, dtype=torch.float32, seed=3)
+    below[::4] = float("inf")
+    given = (largest - below, largest, heat, min_p)
+    limit = torch.ops.funcllm.with_min_p.default(*given)
+    torch.testing.assert_close(limit, reference.with_min_p(*given), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(limit.cpu(), reference.with_min_p(*(x.cpu() for x in given)), rtol=1e-6, atol=1e-6)
+
+
+def test_each_small_op_is_one_launch() -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    ids = torch.arange(33, dtype=torch.int32, device="cuda")
+    weight, frequencies, row = values(50, 256), values(65, dtype=torch.float32), torch.ones(33, device="cuda")
+
+    def run() -> None:
+        fused.embed_rows(ids, weight, 10)
+        fused.rope_angles(ids, frequencies)
+        fused.noise_keys(keys, ids)
+        fused.token_of(keys)
+        torch.ops.funcllm.with_min_p.default(row, row, row, row)
+
+    keys = torch.zeros(33, dtype=torch.int64, device="cuda")
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        run()
+        torch.cuda.synchronize()
+    launched = [event.name for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert sorted(launched) == [
+        "_angles_kernel",
+        "_embed_kernel",
+        "_min_p_kernel",
+        "_noise_keys_kernel",
+        "_token_kernel",
+    ]
+
+
 # --- elementwise -----------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ from torch import Tensor
 
 from funcllm.group import Group
 from funcllm.kernels.bundle import FAST, REFERENCE
-from funcllm.qwen3 import logits
+from funcllm.qwen3 import logits, qwen3
 from funcllm.record import Layers
 from funcllm.sampling import forbid, sample
 from funcllm.types import Context, Filters, SamplingInputs
-from tests.steps import Request, generate, on_ranks, params_for, random_ids, random_params
+from tests.steps import Driver, Request, generate, on_ranks, params_for, random_ids, random_params
 from tests.tiny import tiny_config
 
 INF = float("inf")
@@ -313,3 +314,67 @@ def test_a_request_samples_from_the_models_own_distribution() -> None:
     grouped = torch.cat([expected[top], (1 - expected[top].sum())[None]])
     place = {int(token): index for index, token in enumerate(top)}
     assert chi_square([place.get(token, 12) for token in ids], grouped) < 2.5
+
+
+# --- padding columns -------------------------------------------------------------------------------------------------
+
+
+@bundles
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}], ids=["plain", "filtered"])
+def test_padding_columns_that_would_win_are_passed_over(kernels: Any, filters: dict[str, Any]) -> None:
+    """200 columns over 2 ranks for 199 ids: the last one holds 1e9, then NaN, and no token changes."""
+    requests = [Request(prompt=[5, 6, 7], temperature=heat, max_tokens=6, seed=3, **filters) for heat in (0.0, 1.0)]
+    expected = generate(CONFIG, params_for(CONFIG), requests, kernels=kernels)
+    for spoiler in (1e9, float("nan")):
+        spoiled = replace(kernels, head_logits=spoiled_head(kernels, spoiler))
+        assert generate(CONFIG, params_for(CONFIG), requests, tp=2, kernels=spoiled) == expected
+
+
+def spoiled_head(kernels: Any, spoiler: float) -> Any:
+    """The bundle's head, with another value in the column behind a shard whose weight row there is padding."""
+
+    def head_logits(x_ld: Tensor, weight_vd: Tensor) -> Tensor:
+        logits_lv = kernels.head_logits(x_ld, weight_vd).clone()
+        logits_lv[:, 99] = torch.where((weight_vd[99] == 0).all(), spoiler, logits_lv[:, 99])
+        return logits_lv
+
+    return head_logits
+
+
+def keep(x: Tensor, context: Context, /) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    "layers", [Layers().capture("logits"), Layers().edit("logits", keep).capture("logits")], ids=["captured", "edited"]
+)
+def test_who_looks_at_logits_sees_padding_columns_as_minus_infinity(layers: Layers) -> None:
+    spoiled = replace(REFERENCE, head_logits=spoiled_head(REFERENCE, 1e9))
+
+    def run(group: Group) -> tuple[Tensor, Tensor]:
+        model = qwen3(CONFIG, layers, group, spoiled)
+        driver = Driver(model, params_for(CONFIG)(group, layers))
+        driver.admit([1], [Request(prompt=[5, 6, 7])])
+        seen = driver.step([], [(1, 3)]).captured["logits"]
+        stream, _, _ = model.hidden(driver.params, driver.cache, driver.inputs)
+        return seen, model.head(driver.params, stream, driver.inputs)[0]
+
+    shards = on_ranks(run, 2)
+    for seen in shards[0]:
+        assert torch.isfinite(seen).all()
+    for seen in shards[1]:
+        assert (seen[:, 99] == -INF).all()
+        assert torch.isfinite(seen[:, :99]).all()
+
+
+def test_a_swapped_sampler_gets_whole_columns_without_padding() -> None:
+    spoiled = replace(REFERENCE, head_logits=spoiled_head(REFERENCE, 1e9))
+
+    def largest(logits_lv: Tensor, context: Context, /) -> tuple[Tensor, dict[str, Tensor]]:
+        assert logits_lv.shape[1] == 199
+        return logits_lv.argmax(dim=-1).to(torch.int32), {}
+
+    requests = [Request(prompt=[5, 6, 7], max_tokens=5)]
+    expected = generate(CONFIG, params_for(CONFIG), requests, kernels=REFERENCE)
+    layers = Layers(sample=largest)
+    assert generate(CONFIG, params_for(CONFIG), requests, tp=2, layers=layers, kernels=spoiled) == expected
