@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from funcllm.layers import head_weight, vocab_ids
 from funcllm.record import Layers, check_layers, value_key
 from funcllm.rope import inverse_frequencies
 from funcllm.sampling import sample
-from funcllm.sites import active, check_passed, describe, site
+from funcllm.sites import LAYER_SITES, active, check_passed, describe, site
 from funcllm.types import (
     Angles,
     AttentionParams,
@@ -59,8 +59,9 @@ def qwen3(
 ) -> Model:
     """The model of this config as functions of (params, cache, inputs), for this rank of the group.
 
-    transform(unit, name): wraps each compilation unit ("embed", "layer", "final"); the identity by default. Raises
-    ValueError for a tp size that does not divide the model, and for layers, sites or functions that do not fit.
+    transform(unit, name): wraps each compilation unit ("embed", "layer", "final") whose work is not all done by kernels
+    already; the identity by default. Raises ValueError for a tp size that does not divide the model, and for layers,
+    sites or functions that do not fit.
     """
     layers = with_windows(layers, config)
     return build(config, layers, group, kernels, param_specs(config, layers, group), transform)
@@ -198,7 +199,9 @@ def build(
     @functools.cache
     def unit(kind: str, key: Any, batch: str) -> Unit:
         record = outside if key is None else records[keys.index(key)]
-        return transform(functools.partial(_UNITS[kind], record, {**static, "batch": batch}), kind)
+        facts = {**static, "batch": batch}
+        run = functools.partial(_UNITS[kind], record, facts)
+        return run if _is_in_kernels(kind, record, facts) else transform(run, kind)
 
     def hidden(params: Params, cache: KVCache, inputs: StepInputs) -> tuple[Stream, KVCache, dict[str, Tensor]]:
         batch = fusion.batch_class(inputs, few_rows)
@@ -364,6 +367,31 @@ def _head(stream: Stream, params: Params, context: Context) -> Tensor:
 
 
 _UNITS: dict[str, Unit] = {"embed": _embed_unit, "layer": _layer_unit, "final": _final_unit}
+
+_NEEDED: dict[str, tuple[tuple[str, ...], tuple[fusion.Fused, ...], tuple[str, ...]]] = {
+    "embed": (("embed",), (fusion.EMBED,), ("embed",)),
+    "layer": (
+        ("norm", "qk_norm", "rope", "attention", "mlp", "linear", "block"),
+        (fusion.ADD_NORM, fusion.QK_NORM_ROPE_WRITE, fusion.SILU_MUL),
+        LAYER_SITES,
+    ),
+    "final": (("norm", "head", "sample"), (fusion.ADD_NORM,), ("final", "logits")),
+}
+"""Of a unit that runs in kernels: functions that must be the defaults, entries that must fit, sites left alone."""
+
+
+def _is_in_kernels(kind: str, record: Layers, facts: dict[str, Any]) -> bool:
+    """Whether kernels and matrix products do all the work of a unit, so that compiling it would fuse nothing."""
+    functions, entries, sites = _NEEDED[kind]
+    context = Context(layer=record, inputs=cast(StepInputs, ()), **facts)
+    return (
+        all(getattr(record, name) is getattr(_DEFAULTS, name) for name in functions)
+        and all(fusion.fits(entry, context) for entry in entries)
+        and not any(active(name, context) for name in sites)
+    )
+
+
+_DEFAULTS = Layers()
 
 
 def _init_cache(

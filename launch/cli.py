@@ -212,9 +212,13 @@ _engine_options = _stack(
         "--prefix-caching/--no-prefix-caching", default=True, show_default=True, help="Reuse KV of shared prefixes."
     ),
     click.option("--eager", is_flag=True, help="Neither compile nor fuse nor capture."),
-    click.option("--compile/--no-compile", default=None, help="torch.compile the layers.  [default: on GPU]"),
     click.option(
-        "--graphs/--no-graphs", default=True, show_default=True, help="CUDA graphs for decoding (GPU only)."
+        "--compile/--no-compile",
+        default=None,
+        help="torch.compile what no kernel does, such as --layer.  [default: on GPU]",
+    ),
+    click.option(
+        "--graphs/--no-graphs", default=True, show_default=True, help="CUDA graphs (GPU only)."
     ),
     click.option(
         "--fusion", type=click.Choice(["auto", "off"]), default="auto", show_default=True,

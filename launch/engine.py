@@ -86,9 +86,9 @@ class Engine:
     of `param_specs(config)`) or with random_weights=True, and `tokenizer` (ours or a transformers one) if text is
     wanted. device: "cpu" or "cuda" (default: cuda where there is one). dtype: default float32 on CPU; on GPU the
     checkpoint's, bfloat16 where that is float32 or unknown. layers: the functions in use. eager: neither compile nor
-    fuse. compile, graphs, fusion: single stages (default: all on GPU, none on CPU); graphs=False runs the same kernels
-    uncaptured. kv_blocks: the size of the KV pool, 0 or None: by memory. depth: steps launched ahead of the one that is
-    read. Raises ValueError for what cannot be served, EngineError when a rank fails.
+    fuse. compile, graphs, fusion: single stages (default: all on GPU; on CPU fusion alone). compile: torch.compile for
+    what no kernel does, such as replaced functions; graphs=False runs the same kernels uncaptured. kv_blocks: the size
+    of the KV pool, 0 or None: by memory. depth: steps launched ahead of the one that is read. Raises ValueError for what cannot be served, EngineError when a rank fails.
     """
 
     def __init__(

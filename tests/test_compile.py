@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from funcllm.compile import compile_unit, num_compiled
-from funcllm.kernels.bundle import FAST
+from funcllm.kernels.bundle import FAST, Kernels
 from funcllm.qwen3 import qwen3
 from funcllm.record import Layers
 from funcllm.types import Context
@@ -36,12 +37,17 @@ def mlp_of_scale(value: float) -> Any:
     return mlp
 
 
-def drivers(layers: Layers = Layers(), num_rows: int = 16) -> tuple[Driver, Driver]:
+COMPOSED = replace(FAST, fused=frozenset())  # fused blocks off: the compiler has something to do
+
+
+def drivers(
+    layers: Layers = Layers(), num_rows: int = 16, kernels: Kernels = COMPOSED, transform: Any = compile_unit
+) -> tuple[Driver, Driver]:
     """An eager one and a compiled one."""
     params = random_params(CONFIG, layers)
-    eager = Driver(qwen3(CONFIG, layers, kernels=FAST), params, capacity=48, num_rows=num_rows)
+    eager = Driver(qwen3(CONFIG, layers, kernels=kernels), params, capacity=48, num_rows=num_rows)
     compiled = Driver(
-        qwen3(CONFIG, layers, kernels=FAST, transform=compile_unit), params, capacity=48, num_rows=num_rows
+        qwen3(CONFIG, layers, kernels=kernels, transform=transform), params, capacity=48, num_rows=num_rows
     )
     return eager, compiled
 
@@ -96,10 +102,38 @@ def test_compiled_equals_eager_and_compiles_nothing_after_the_warm_up() -> None:
     assert num_compiled() == compiled
 
 
+def halved(x: Tensor, context: Context) -> Tensor:
+    return x * 0.5
+
+
+@pytest.mark.parametrize(
+    ("layers", "wrapped"),
+    [
+        (Layers(), []),
+        (Layers().at(1, mlp=mlp_of_scale(2.0)), ["layer"]),
+        (Layers().edit("layers.0.mlp.out", halved), ["layer"]),
+        (Layers().edit("embed", halved), ["embed"]),
+        (Layers().edit("logits", halved), ["final"]),
+        (Layers(norm=lambda x, params, context: x), ["layer", "final"]),
+    ],
+    ids=["default", "mlp", "edit of a layer", "edit of the embedding", "edit of the logits", "norm"],
+)
+def test_units_whose_work_is_all_in_kernels_are_not_compiled(layers: Layers, wrapped: list[str]) -> None:
+    seen: list[str] = []
+
+    def transform(unit: Any, name: str) -> Any:
+        seen.append(name)
+        return unit
+
+    _, driver = drivers(layers, kernels=FAST, transform=transform)
+    driver.step([0] * 5, [(0, 0), (0, 0), (0, 0)], padding=17, span=7)
+    assert seen == wrapped
+
+
 def test_functions_that_share_a_code_object_keep_their_own_defaults() -> None:
     layers = Layers().at(0, mlp=mlp_of_scale(1.0)).at(1, mlp=mlp_of_scale(-3.0))
     assert layers.of(0).mlp.__code__ is layers.of(1).mlp.__code__
-    pair = drivers(layers, num_rows=4)
+    pair = drivers(layers, num_rows=4, kernels=FAST)
     for driver in pair:
         driver.admit([1, 2, 3], requests(3))
     both(pair, [0] * 5, [(1, 3), (2, 4), (3, 5)], padding=8, span=9)
