@@ -26,8 +26,8 @@ _FEW_INPUTS = 4096  # rows x inputs up to which weight @ x.T is faster than x @ 
 
 def embed_rows(token_ids_t: Tensor, weight_vd: Tensor, first_id: int) -> tuple[Tensor, Tensor]:
     """reference.embed_rows; where all ids are this shard's, a plain gather."""
-    ids_t = token_ids_t.numpy()
-    if ((ids_t >= first_id) & (ids_t < first_id + weight_vd.shape[0])).all():
+    lowest, highest = token_ids_t.aminmax() if len(token_ids_t) else (first_id, first_id)
+    if first_id <= int(lowest) and int(highest) < first_id + weight_vd.shape[0]:
         rows_td = F.embedding(token_ids_t - first_id if first_id else token_ids_t, weight_vd)
     else:
         rows_td = reference.shard_rows(token_ids_t, weight_vd, first_id)
