@@ -88,7 +88,8 @@ class Engine:
     checkpoint's, bfloat16 where that is float32 or unknown. layers: the functions in use. eager: neither compile nor
     fuse. compile, graphs, fusion: single stages (default: all on GPU; on CPU fusion alone). compile: torch.compile for
     what no kernel does, such as replaced functions; graphs=False runs the same kernels uncaptured. kv_blocks: the size
-    of the KV pool, 0 or None: by memory. depth: steps launched ahead of the one that is read. Raises ValueError for what cannot be served, EngineError when a rank fails.
+    of the KV pool, 0 or None: by memory. depth: steps launched ahead of the one that is read. Raises ValueError for
+    what cannot be served, EngineError when a rank fails.
     """
 
     def __init__(
