@@ -9,8 +9,9 @@ is captured whole, one graph a shape. A unit whose work is all done by kernels i
 from __future__ import annotations
 
 import contextlib
+import gc
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Graph:
     def __init__(self, run: Callable[[], Any], pool: Any, stream: torch.cuda.Stream) -> None:
         self.graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _no_collection():
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 run()
@@ -76,6 +77,18 @@ class Graph:
 
     def replay(self) -> None:
         self.graph.replay()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected in here: what it frees might not be freed during a capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def num_compiled() -> int:
