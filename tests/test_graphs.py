@@ -10,11 +10,17 @@ import pytest
 import torch
 
 from funcllm.config import qwen3_config
+from funcllm.launch import engine as engine_module
 from funcllm.launch import graphs, runner
 from funcllm.launch.graphs import StepGraphs, StepKey, host_bound_tokens, key_of
 from funcllm.launch.plan import Plan, pack, unpack
+from funcllm.launch.request import SamplingParams
 from funcllm.launch.ring import Handle, Outputs, outputs_now
+from funcllm.layers import swiglu
+from funcllm.record import Layers
+from funcllm.state import init_state
 from tests import test_runner as plans
+from tests.test_engine import by_hand, prompt, start
 
 DECODE = StepKey(8, token_bucket=8)
 MIXED = StepKey(8, 2, 64, 64)
@@ -127,13 +133,14 @@ def test_steps_of_a_small_model_are_bound_by_the_host_for_longer() -> None:
 class Rerun:
     """Stands for a CUDA graph where there is none: calls again what was captured, with the arguments of then."""
 
-    replays = 0
+    replays = mixed_replays = 0
 
     def __init__(self, run: Any, pool: Any, stream: Any) -> None:
         self.run = run
 
     def replay(self) -> None:
         Rerun.replays += 1
+        Rerun.mixed_replays += self.run.args[0].is_mixed
         self.run()
 
 
@@ -181,3 +188,123 @@ def test_replayed_steps_give_what_uncaptured_ones_give(monkeypatch: pytest.Monke
         replays.append(Rerun.replays - before)
     assert replays == [0, 1, 1, 0, 1]
     assert captured.num_graphs == 2
+
+
+# --- a whole engine whose device is simulated ------------------------------------------------------------------------
+
+
+class SimulatedRunner(runner.Runner):
+    """Takes every path of the GPU's runtime, on the CPU: graphs run again what they captured, copies are at once."""
+
+    on_gpu = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
+
+    def _choose_kernels(self) -> Any:
+        return replace(super()._choose_kernels(), advance=None)
+
+    def _allocate(self) -> None:
+        options = self.options
+        extras = self.model.layers.extras
+        self.state = init_state(options.max_num_seqs + 1, options.max_model_len, options.table_width, extras)
+        self._device_words = torch.full((1 << 15,), -1, dtype=torch.int32)
+        self._plans, self._pool, self._capture_stream = Plans(), None, None  # type: ignore[assignment]
+        self._new_ring()
+
+    def _new_ring(self) -> None:
+        self._ring = DelayedRing(self.options.depth + 3)  # type: ignore[assignment]
+
+
+class DelayedRing:
+    """Slots that are overwritten as on a device: outputs that are read too late are those of another step."""
+
+    def __init__(self, size: int) -> None:
+        self.slots: list[Any] = [None] * size
+        self.written = self.step = 0
+
+    def store(self, outputs: Any) -> None:
+        self.slots[self.written % len(self.slots)] = outputs_now(outputs).read()
+        self.written += 1
+
+    def skip(self) -> None:
+        self.step += 1
+
+    def collect(self, num_rows: int) -> Handle:
+        assert self.written == self.step + 1, "host and device count the same steps"
+        slot = self.step % len(self.slots)
+        self.step += 1
+
+        def read() -> Outputs:
+            token_ids, counts, alive, captured = self.slots[slot]
+            assert len(token_ids) == num_rows
+            return Outputs(token_ids, counts, alive, captured)
+
+        return Handle(lambda: True, read)
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of this process run as on a GPU with graphs."""
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(runner, "Graph", Rerun)
+    monkeypatch.setattr(
+        engine_module, "build_runtime", lambda group, device, options: SimulatedRunner(group, device, options)
+    )
+
+    def options(**values: Any) -> runner.RunOptions:
+        buckets = replace(values["buckets"], captured_tokens=48)
+        return runner.RunOptions(**values | {"graphs": True, "buckets": buckets})
+
+    monkeypatch.setattr(engine_module, "RunOptions", options)
+
+
+ROUNDS = [[1, 9, 30, 4], [2, 11, 29, 3, 17, 40], [5], [5], [7, 7, 7]]
+
+
+def served(**options: Any) -> list[Any]:
+    outputs = []
+    with start(**options) as engine:
+        for shift, lengths in enumerate(ROUNDS):
+            batch = [prompt(length, seed=shift) for length in lengths]
+            outputs += engine.generate(batch, [GREEDY, SAMPLED, TOP_P][shift % 3])
+        described = engine.describe()
+        assert not [note for note in described["notes"] if "CUDA graphs" in note]
+    return [*outputs, described]
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=9, seed=5, ignore_eos=True)
+TOP_P = SamplingParams(temperature=0.8, top_p=0.7, max_tokens=6, seed=6, ignore_eos=True)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_an_engine_with_graphs_gives_what_one_without_gives(depth: int, request: pytest.FixtureRequest) -> None:
+    layers = Layers().capture("layers.1.residual_mid")
+    *plain, described = served(depth=depth, layers=layers)
+    assert described["graphs"] == 0
+    request.getfixturevalue("simulated")
+    Rerun.replays = Rerun.mixed_replays = 0
+    *captured, described = served(depth=depth, layers=layers)
+    assert described["graphs"] > 6
+    assert Rerun.replays - Rerun.mixed_replays > 30
+    assert Rerun.mixed_replays >= 2
+    for first, second in zip(captured, plain):
+        assert (first.token_ids, first.finish_reason) == (second.token_ids, second.finish_reason)
+        for name, value in second.captured.items():
+            torch.testing.assert_close(first.captured[name], value, rtol=1e-4, atol=1e-4)
+
+
+def doubled(x_td: Any, params: Any, context: Any) -> Any:
+    return swiglu(x_td, params, context) * 2
+
+
+def test_new_functions_drop_the_graphs_of_the_old_ones(simulated: None) -> None:
+    ids = prompt(9)
+    with start() as engine:
+        usual = engine.generate([ids, ids[:5]], GREEDY)
+        engine.update_layers(Layers(mlp=doubled))
+        changed = engine.generate([ids, ids[:5]], GREEDY)
+        assert [o.token_ids for o in changed] == [by_hand(x, 12, Layers(mlp=doubled)) for x in (ids, ids[:5])]
+        engine.update_layers(Layers())
+        assert [o.token_ids for o in engine.generate([ids, ids[:5]], GREEDY)] == [o.token_ids for o in usual]
