@@ -34,6 +34,9 @@ class Kind(enum.IntEnum):
     FAILED = 8
 
 
+_KINDS = frozenset(Kind)
+
+
 class ChannelClosed(EOFError):
     """The other end is gone."""
 
@@ -43,7 +46,8 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # where garbage is collected in here, an engine may be closed, which sends
+        self._written = threading.Condition(self._lock)
         self._backlog: deque[memoryview] = deque()
         self._writing = False
         self._broken = False
@@ -64,15 +68,23 @@ class Channel:
                 return
             self._backlog.append(memoryview(header + bytes(view))[sent:])
             if not self._writing:
-                self._writing = True
-                threading.Thread(target=self._write_backlog, name="channel writer", daemon=True).start()
+                self._start_writing()
+
+    def flush(self, timeout: float) -> bool:
+        """Waits until the system has taken all that was sent; whether it has. For a process that is about to end."""
+        with self._written:
+            return self._written.wait_for(lambda: not self._writing, timeout) and not self._broken
 
     def receive(self) -> tuple[Kind, bytearray]:
         """The next message; waits for it. Raises ChannelClosed when the other end is gone and all was read."""
         kind, size = _HEADER.unpack(self._read(_HEADER.size))
-        if size > _MAX_MESSAGE:
-            raise ChannelClosed(f"a message of {size} bytes was announced: the stream is out of step")
+        if size > _MAX_MESSAGE or kind not in _KINDS:
+            raise ChannelClosed(f"a message of kind {kind} and {size} bytes was announced: the stream is out of step")
         return Kind(kind), self._read(size)
+
+    def wait_for_end(self, timeout: float) -> bool:
+        """Waits until the other end is gone; whether it is. Messages may wait unread."""
+        return self._closed or _wait_for_end(self._socket.fileno(), timeout)
 
     def close(self) -> None:
         """Ends the connection for both sides, also where a forked process holds a copy of the socket."""
@@ -93,6 +105,14 @@ class Channel:
         except OSError as error:
             raise ChannelClosed(f"the other end of the channel is gone ({error})") from error
 
+    def _start_writing(self) -> None:
+        self._writing = True
+        try:
+            threading.Thread(target=self._write_backlog, name="channel writer", daemon=True).start()
+        except RuntimeError as error:  # no thread is to be had, as at the interpreter's end
+            self._writing, self._broken = False, True
+            raise ChannelClosed(f"the rest of a message cannot be written ({error})") from error
+
     def _write_backlog(self) -> None:
         """Writes what is queued, in order, then ends; a broken connection is reported by the next read or send."""
         while True:
@@ -100,6 +120,7 @@ class Channel:
                 if not self._backlog or self._closed or self._broken:
                     self._backlog.clear()
                     self._writing = False
+                    self._written.notify_all()
                     return
                 data = self._backlog.popleft()
             try:
@@ -136,11 +157,13 @@ def watch_peer(channel: Channel, on_gone: Callable[[], None]) -> threading.Threa
 
 
 def _watch(fd: int, on_gone: Callable[[], None]) -> None:
-    poll = select.poll()
-    poll.register(fd, getattr(select, "POLLRDHUP", 0))
-    while True:
-        events = poll.poll()
-        if any(event & ~select.POLLIN for _, event in events):
-            break
+    _wait_for_end(fd, None)
     os.close(fd)
     on_gone()
+
+
+def _wait_for_end(fd: int, timeout: float | None) -> bool:
+    """Waits until the other end of a socket is gone; whether it is."""
+    poll = select.poll()
+    poll.register(fd, getattr(select, "POLLRDHUP", 0))
+    return bool(poll.poll(None if timeout is None else 1000 * timeout))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -78,6 +79,52 @@ def test_sending_never_waits_for_the_reader() -> None:
     sender.send(Kind.CLOSE)
     assert receiver.receive() == (Kind.CLOSE, b"")
     sender.close()
+    receiver.close()
+
+
+def test_a_flush_waits_until_all_is_written_and_no_longer_than_it_may() -> None:
+    sender, receiver = pair()
+    assert sender.flush(0)
+    sender.send(Kind.PLAN, bytes(LARGE))
+    assert not sender.flush(0.1)
+    threading.Timer(0.2, receiver.receive).start()
+    assert sender.flush(20)
+    sender.send(Kind.PLAN, bytes(LARGE))
+    receiver.close()
+    assert not sender.flush(20)
+    sender.close()
+
+
+def test_a_stream_out_of_step_is_a_closed_channel() -> None:
+    own, other = channel_pair()
+    other.sendall(struct.pack("<BQ", 99, 0))
+    with pytest.raises(ChannelClosed, match="kind 99 and 0 bytes was announced: the stream is out of step"):
+        own.receive()
+    other.close()
+    own.close()
+
+
+def test_a_message_that_no_thread_can_write_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    sender, receiver = pair()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(ChannelClosed, match=r"cannot be written .can't start new thread"):
+        sender.send(Kind.PLAN, bytes(LARGE))
+    with pytest.raises(ChannelClosed):
+        sender.send(Kind.CLOSE)
+    sender.close()
+    receiver.close()
+
+
+def test_an_end_is_waited_for() -> None:
+    sender, receiver = pair()
+    sender.send(Kind.PLAN, b"unread")
+    assert not receiver.wait_for_end(0.05)
+    threading.Timer(0.1, sender.close).start()
+    assert receiver.wait_for_end(20)
+    assert sender.wait_for_end(0)
     receiver.close()
 
 
