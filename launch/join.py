@@ -21,6 +21,8 @@ from funcllm.launch.channel import Channel
 JOIN_TIMEOUT = 120.0  # seconds in which all ranks, once alive, must meet in the process group
 
 _LOOPBACK = "127.0.0.1"
+_GREETING_SIZE = 18  # bytes of a token and a rank
+_GREETING_TIMEOUT = 10.0
 
 _joining = threading.Lock()
 
@@ -65,31 +67,46 @@ def join(store: dist.Store, place: Place) -> dist.ProcessGroup:
     On GPUs, CUDA tensors go through NCCL and CPU tensors through gloo. The name counts the engines of a process, and is
     the same in every run: it is part of compiled code, which a random name would compile anew at every start.
     """
-    c10d = dist.distributed_c10d
-    set_device(place.device)
-    on_gpu = place.device.type == "cuda"
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    with alone(store):
+        return make_group(store, place)
+
+
+@contextlib.contextmanager
+def alone(store: dist.Store) -> Iterator[None]:
+    """Sees to it that no other engine joins, and that the default group stands aside, while `make_group` runs.
+
+    May be left while a `make_group` in another thread waits for a rank that died.
+    """
     changes = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}  # the monitor sees to deaths; NCCL's own would kill the caller
     if isinstance(store, dist.TCPStore) and sys.platform == "linux":
         changes["GLOO_SOCKET_IFNAME"] = "lo"
     with _joining, _environment(changes):
         previous = dist.GroupMember.WORLD
-        c10d._update_default_pg(None)
+        dist.distributed_c10d._update_default_pg(None)
         try:
-            handle, _ = c10d._new_process_group_helper(
-                place.size,
-                place.rank,
-                [],
-                dist.Backend(backend) if ":" not in backend else backend,
-                store,
-                group_name=place.name,  # type: ignore[arg-type]
-                timeout=timedelta(seconds=place.timeout),
-                device_id=place.device if on_gpu else None,
-                group_desc="funcllm",
-            )
+            yield
         finally:
-            c10d._update_default_pg(previous)
-        c10d._world.pg_group_ranks[handle] = {r: r for r in range(place.size)}
+            dist.distributed_c10d._update_default_pg(previous)
+
+
+def make_group(store: dist.Store, place: Place) -> dist.ProcessGroup:
+    """The process group of `join`; for code that is `alone`. Waits for all ranks."""
+    c10d = dist.distributed_c10d
+    set_device(place.device)
+    on_gpu = place.device.type == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    handle, _ = c10d._new_process_group_helper(
+        place.size,
+        place.rank,
+        [],
+        dist.Backend(backend) if ":" not in backend else backend,
+        store,
+        group_name=place.name,  # type: ignore[arg-type]
+        timeout=timedelta(seconds=place.timeout),
+        device_id=place.device if on_gpu else None,
+        group_desc="funcllm",
+    )
+    c10d._world.pg_group_ranks[handle] = {r: r for r in range(place.size)}
     return handle
 
 
@@ -164,16 +181,26 @@ def accept_workers(store: dist.Store, tp: int) -> list[Channel]:
         channels: dict[int, Channel] = {}
         while len(channels) < tp - 1:
             connection, _ = server.accept()
-            connection.settimeout(JOIN_TIMEOUT)
-            greeting = connection.recv(18, socket.MSG_WAITALL)
+            greeting = _greeting(connection)
             rank = int.from_bytes(greeting[16:], "little")
-            if not secrets.compare_digest(greeting[:16], token) or len(greeting) < 18 or rank in channels:
+            known = len(greeting) == _GREETING_SIZE and secrets.compare_digest(greeting[:16], token)
+            if not known or not 0 < rank < tp or rank in channels:
                 connection.close()
                 continue
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             channels[rank] = Channel(connection)
     return [channels[rank] for rank in sorted(channels)]
+
+
+def _greeting(connection: socket.socket) -> bytes:
+    """What a connection says first; less where it does not say it in time, as a stranger may not."""
+    greeting = b""
+    connection.settimeout(_GREETING_TIMEOUT)
+    with contextlib.suppress(OSError):
+        while len(greeting) < _GREETING_SIZE and (more := connection.recv(_GREETING_SIZE - len(greeting))):
+            greeting += more
+    return greeting
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -101,8 +100,8 @@ def start_ranks(
     try:
         if tp > 1:
             store = _gather(members, places, factory, payload, by_launcher=launched is not None)
-            with ranks.guard():
-                members.process_group = _interruptible(lambda: join.join(store, places[0]), members)
+            with ranks.guard(), join.alone(store):
+                members.process_group = _interruptible(lambda: join.make_group(store, places[0]), members)
                 ranks.group = join.group_of(members.process_group)
         with ranks.guard():
             ranks.runtime = factory(ranks.group, ranks.device, payload)
@@ -152,10 +151,9 @@ class Ranks:
 
         An exception on any rank ends the engine: the ranks are no longer in step.
         """
-        self.check()
-        self.send_plan(words)
         try:
             with self.guard():
+                self.send_plan(words)
                 return self.runtime.execute(words)
         except EngineError:
             raise
@@ -175,23 +173,21 @@ class Ranks:
         shipped = shipping.dumps((fn, args)) if members.workers else b""
         members.call = next(_calls)  # before the workers can answer: the monitor must know whom their errors concern
         try:
-            if members.workers:
-                self._send(Kind.CALL, shipped)
             with self.guard():
-                own = self.runtime.call(fn, args)
-            members.wait(lambda: all(worker.replies for worker in members.workers))
-        except EngineError:
-            raise
-        except Exception as error:
-            self._await_after_error(error)
-            raise
+                self._send(Kind.CALL, shipped)
+                own, error = self._call_here(fn, args)
+                is_answered = self._await_replies(error)
+                replies = [worker.replies.popleft() for worker in members.workers] if is_answered else []
         finally:
             members.call = None
-        replies = [shipping.loads(worker.replies.popleft()) for worker in members.workers]
-        for worker, (ok, value) in zip(members.workers, replies):
-            if not ok:
-                raise CallError(f"rank {worker.rank} raised in a call:\n{value}")
-        return [own, *(value for _, value in replies)]
+        if error is None:
+            return [own, *_values(members.workers, replies)]
+        if not is_answered:
+            members.end(f"rank 0 raised in a call that another rank waits in: {error!r}", quietly=True)
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame: together they would outlive the call, and what fn used, too
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -245,14 +241,35 @@ class Ranks:
             self._team.end(f"rank {worker.rank} closed its channel", quietly=True)
             raise EngineError(self._team.told()) from error
 
-    def _await_after_error(self, error: Exception) -> None:
-        """Takes the other ranks' replies to a call that raised here; ends the engine where one does not answer."""
+    def _call_here(self, fn: Callable[..., Result], args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+        """What fn returns on rank 0, or the exception that it raises there."""
+        try:
+            return self.runtime.call(fn, args), None
+        except Exception as error:
+            return None, error
+
+    def _await_replies(self, error: Exception | None) -> bool:
+        """Waits for the other ranks' replies to a call, not for long where it raised here; whether all replied."""
         members = self._team
-        if members.wait(lambda: all(worker.replies for worker in members.workers), timeout=team.CALL_GRACE):
-            for worker in members.workers:
-                worker.replies.popleft()
-        else:
-            members.end(f"rank 0 raised in a call that another rank waits in: {error!r}", quietly=True)
+        timeout = None if error is None else team.CALL_GRACE
+        try:
+            return members.wait(lambda: all(worker.replies for worker in members.workers), timeout)
+        except EngineError as end:
+            raise end from error
+
+
+def _values(workers: list[Worker], replies: list[bytearray]) -> list[Any]:
+    """What a call returned on each worker. Raises CallError where it raised."""
+    for worker, reply in zip(workers, replies):
+        if reply[:1] == b"E":
+            raise CallError(f"rank {worker.rank} raised in a call:\n{shipping.loads(reply[1:])}")
+    values = []
+    for worker, reply in zip(workers, replies):
+        try:
+            values.append(shipping.loads(reply[1:]))
+        except Exception as error:
+            raise CallError(f"what rank {worker.rank} returned from a call cannot be read here: {error!r}") from error
+    return values
 
 
 def _gather(members: Team, places: list[Place], factory: Factory, payload: Any, *, by_launcher: bool) -> dist.Store:
@@ -344,9 +361,9 @@ def serve(runtime: Runtime, channel: Channel) -> None:
 def _answer(runtime: Runtime, body: bytearray) -> bytes:
     try:
         fn, args = shipping.loads(body)
-        return b"R" + shipping.dumps((True, runtime.call(fn, args)))
+        return b"R" + shipping.dumps(runtime.call(fn, args))
     except Exception:
-        return b"E" + shipping.dumps((False, traceback.format_exc()))
+        return b"E" + shipping.dumps(traceback.format_exc())
 
 
 def worker_main(arguments: list[str]) -> None:
@@ -395,13 +412,14 @@ def _report_failure(channel: Channel, live: Callable[[], None]) -> None:
     except BaseException:
         text = traceback.format_exc()
         try:
-            channel.send(Kind.FAILED, text.encode())
+            channel.send(Kind.FAILED, text.encode(errors="replace"))
+            channel.flush(_ORPHAN_GRACE)
         except ChannelClosed:
             print(text, file=sys.stderr)
         sys.stderr.flush()
-        time.sleep(0.05)
         os._exit(1)
     done.set()
+    channel.close()
 
 
 def _die_with(parent: int) -> None:

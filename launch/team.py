@@ -15,15 +15,17 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import IO, Protocol
 
 import torch
 import torch.distributed as dist
 
-from funcllm.launch import shipping
+from funcllm.launch import interrupts, shipping
 from funcllm.launch.channel import Channel, ChannelClosed, Kind
 from funcllm.launch.errors import EngineError
 from funcllm.launch.join import abort, leave, threads_per_rank
@@ -32,6 +34,7 @@ CALL_GRACE = 5.0  # seconds that a call may go on after it raised on another ran
 _INTERRUPT_GRACE = 3.0  # seconds in which Ctrl-C must get rank 0 out of a step, before the other ranks are ended
 _REPORT_GRACE = 0.25  # seconds in which further reports may name the true cause of a death
 _EXIT_GRACE = 2.5  # seconds that the caller has to notice a death before the command line ends the process
+_KILL_GRACE = 10.0  # seconds that the system has to end a killed process
 
 
 class Closable(Protocol):
@@ -48,7 +51,7 @@ class Worker:
     crash: IO[bytes] | None = None  # where faulthandler writes
     hello: bool = False
     ready: bool = False
-    replies: deque[bytearray] = field(default_factory=deque)
+    replies: deque[bytearray] = field(default_factory=deque)  # to calls; the first byte is E for an error
 
 
 class Team:
@@ -66,10 +69,10 @@ class Team:
         self._changed = threading.Condition()
         self._noticed = threading.Event()
         self._closing = False
+        self._freed = False
         self._owner = os.getpid()
         self._monitor: threading.Thread | None = None
         self._wake_read, self._wake_write = socket.socketpair()
-        self._hears_signals = False
         self._threads: int | None = None
         self.store: dist.Store | None = None
 
@@ -83,24 +86,14 @@ class Team:
         """Starts the monitor over the present workers."""
         self._monitor = threading.Thread(target=self._run_monitor, name="rank monitor", daemon=True)
         self._monitor.start()
-        self._hear_signals()
+        interrupts.listen(self._interrupt)
 
-    def _hear_signals(self) -> None:
-        """Lets the monitor know of Ctrl-C: while rank 0 waits in a collective, Python cannot act on it."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._wake_write.setblocking(False)
-        previous = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        if previous != -1:
-            signal.set_wakeup_fd(previous)
-        else:
-            self._hears_signals = True
-
-    def _forget_signals(self) -> None:
-        if self._hears_signals and threading.current_thread() is threading.main_thread():
-            previous = signal.set_wakeup_fd(-1)
-            if previous != self._wake_write.fileno():
-                signal.set_wakeup_fd(previous)
+    def _interrupt(self) -> None:
+        """Ctrl-C: while rank 0 waits in a collective, Python cannot act on it."""
+        guarding = self.guarding
+        if guarding is not None and (self._interrupted is None or self._interrupted[1] != guarding):
+            self._interrupted = (time.monotonic() + _INTERRUPT_GRACE, guarding)
+            self._wake()
 
     def told(self) -> str:
         """The reason of the end, for an EngineError that reaches the caller."""
@@ -139,7 +132,7 @@ class Team:
         self.notify()
         self._wake()
         if self.process_group is not None:
-            threading.Thread(target=abort, args=(self.process_group,), name="abort", daemon=True).start()
+            _start(threading.Thread(target=abort, args=(self.process_group,), name="abort", daemon=True))
 
     def shut(self, runtime: Closable | None, grace: float) -> None:
         """Ends the workers, in order while all is well, and frees what this process holds."""
@@ -149,39 +142,77 @@ class Team:
             if self._closing:
                 return
             self._closing = True
+        try:
+            self._close(runtime, grace)
+        finally:  # Ctrl-C may have ended the waiting
+            self._release()
+
+    def _close(self, runtime: Closable | None, grace: float) -> None:
+        """Has every rank close, and waits for the workers' ends, up to `grace` seconds while all is well."""
         self._noticed.set()
         self._wake()
         if self._monitor not in (None, threading.current_thread()):
             self._monitor.join(2.0)
         well = self.failure is None
-        for worker in self.workers:
-            with contextlib.suppress(ChannelClosed):
-                worker.channel.send(Kind.CLOSE)
+        deadline = time.monotonic() + (grace if well else 0.0)
+        watchdog = threading.Timer(grace, self._free)
+        watchdog.name, watchdog.daemon = "close watchdog", True
+        _start(watchdog)
         try:
+            for worker in self.workers:
+                with contextlib.suppress(ChannelClosed):
+                    worker.channel.send(Kind.CLOSE)
             if runtime is not None:
                 runtime.close()
+        except RuntimeError:  # of a collective whose partner was ended
+            if not self._freed:
+                raise
         finally:
             if well:
                 leave(self.process_group)
-            deadline = time.monotonic() + (grace if well else 0.0)
             for worker in self.workers:
                 _reap(worker, deadline)
-            if not well and self.process_group is not None:
-                abort(self.process_group)
-            self.process_group = None
-            self.store = None
-            self._forget_signals()
-            self._wake_read.close()
-            self._wake_write.close()
-            if self._threads is not None:
-                torch.set_num_threads(self._threads)
+            watchdog.cancel()
+
+    def _free(self) -> None:
+        """Ends the workers, and frees rank 0 from a collective that it waits in while it closes."""
+        self._freed = True
+        for worker in self.workers:
+            _kill(worker)
+        group = self.process_group
+        if group is not None:
+            abort(group)
+
+    def _release(self) -> None:
+        """Ends what is left, and gives back what this process holds."""
+        for worker in self.workers:
+            _reap(worker, 0.0)
+            worker.channel.close()
+            if worker.crash is not None:
+                worker.crash.close()
+        if self.failure is not None and self.process_group is not None:
+            abort(self.process_group)
+        self.process_group = None
+        self.store = None
+        interrupts.forget(self._interrupt)
+        self._wake_read.close()
+        self._wake_write.close()
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
             self._wake_write.send(b"x")
 
     def _run_monitor(self) -> None:
-        """Reads the workers' messages and watches their ends, until a death or the close."""
+        """Reads the workers' messages and watches their ends, until a death or the close; ends all where it cannot."""
+        try:
+            self._monitor_workers()
+        except Exception:
+            self.end(f"the monitor of the ranks failed:\n{traceback.format_exc()}")
+        self._exit_unless_noticed()
+
+    def _monitor_workers(self) -> None:
         death_fds = {worker.rank: _death_fd(worker) for worker in self.workers}
         try:
             with selectors.DefaultSelector() as selector:
@@ -207,9 +238,7 @@ class Team:
             timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
             for key, _ in selector.select(timeout):
                 if key.data is None:
-                    woken = self._wake_read.recv(4096)
-                    if signal.SIGINT in woken and self.guarding is not None:
-                        self._interrupted = (time.monotonic() + _INTERRUPT_GRACE, self.guarding)
+                    self._wake_read.recv(4096)
                     continue
                 report = self._take(*key.data)
                 if report is not None:
@@ -229,8 +258,7 @@ class Team:
                     decide_at = now
                 self._interrupted = None
             if decide_at is not None and now >= decide_at and not self._closing:
-                self.end(min(reports)[1])
-                self._exit_unless_noticed()
+                self.end(min(reports, key=itemgetter(0))[1])  # the first of equals: the others may be its consequences
                 return
 
     def _take(self, worker: Worker, what: str) -> tuple[int, str] | None:
@@ -250,7 +278,7 @@ class Team:
         elif kind is Kind.REPLY:
             if body[:1] == b"E" and self.call is not None:
                 self._call_deadline = (time.monotonic() + CALL_GRACE, self.call)
-            worker.replies.append(body[1:])
+            worker.replies.append(body)
         self.notify()
         return None
 
@@ -258,14 +286,13 @@ class Team:
         """The first error among the replies to the call that rank 0 still hangs in."""
         for worker in self.workers:
             for reply in worker.replies:
-                ok, value = shipping.loads(reply)
-                if not ok:
-                    return f"rank {worker.rank} raised in a call that rank 0 waits in:\n{value}"
+                if reply[:1] == b"E":
+                    return f"rank {worker.rank} raised in a call that rank 0 waits in:\n{shipping.loads(reply[1:])}"
         return "a rank raised in a call that rank 0 waits in"
 
     def _exit_unless_noticed(self) -> None:
         """The last resort of the command line: rank 0 may be stuck where no exception reaches it."""
-        if self._exit_on_death and not self._noticed.wait(_EXIT_GRACE):
+        if self._exit_on_death and self.failure is not None and not self._noticed.wait(_EXIT_GRACE):
             print(f"error: {self.failure}", file=sys.stderr, flush=True)
             os._exit(1)
 
@@ -281,15 +308,22 @@ def _kill(worker: Worker) -> None:
 
 def _reap(worker: Worker, deadline: float) -> None:
     """Waits for a worker's end, and makes it end after the deadline."""
-    if worker.process is not None:
-        try:
-            worker.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            _kill(worker)
-            worker.process.wait()
-    worker.channel.close()
-    if worker.crash is not None:
-        worker.crash.close()
+    left = max(0.0, deadline - time.monotonic())
+    if worker.process is None:
+        worker.channel.wait_for_end(left)
+        return
+    try:
+        worker.process.wait(left)
+    except subprocess.TimeoutExpired:
+        _kill(worker)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(_KILL_GRACE)
+
+
+def _start(thread: threading.Thread) -> None:
+    """Starts a thread that only speeds an end up; at the interpreter's end there is none to be had."""
+    with contextlib.suppress(RuntimeError):
+        thread.start()
 
 
 def _death_fd(worker: Worker) -> int | None:
@@ -305,16 +339,26 @@ def _death_fd(worker: Worker) -> int | None:
 def _describe_exit(worker: Worker) -> tuple[int, str]:
     """What became of a worker whose channel ended."""
     assert worker.process is not None
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        worker.process.wait(1.0)
-    if worker.process.returncode is None:
+    if not _ends_within(worker.process, 1.0):
         return 3, f"rank {worker.rank} closed its channel"
     return _describe_death(worker)
+
+
+def _ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Waits for a process's end, but leaves it to be reaped; whether it has ended."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(ChildProcessError):
+        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
+    return True
 
 
 def _describe_death(worker: Worker) -> tuple[int, str]:
     """Precedence and text: a signal comes first, it is a cause; an exit late, as its report may be on its way."""
     assert worker.process is not None
+    _kill(worker)  # what it started; while it is not reaped, no other process can have its number
     code = worker.process.wait()
     if code >= 0:
         return 2, f"rank {worker.rank} exited with code {code} before the engine was closed" + _crash_text(worker)

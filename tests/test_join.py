@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from funcllm.launch import join
 from funcllm.launch.channel import Channel, Kind
 from funcllm.launch.join import (
     Place,
@@ -92,3 +93,32 @@ def test_workers_are_taken_by_rank_and_strangers_are_not(monkeypatch: pytest.Mon
     assert [channel.receive() for channel in accepted] == [(Kind.HELLO, b"\x01"), (Kind.HELLO, b"\x02")]
     for channel in [*accepted, *channels.values()]:
         channel.close()
+
+
+def test_a_stranger_that_says_nothing_does_not_keep_the_workers_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(join, "_GREETING_TIMEOUT", 0.2)
+    server = own_store(1)
+    accepted: list[Channel] = []
+    waiting = threading.Thread(target=lambda: accepted.extend(accept_workers(server, 2)), daemon=True)
+    waiting.start()
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=30))
+    with socket.create_connection(("127.0.0.1", int(client.get("port")))) as stranger:
+        channel = reach_rank_0(client, 1)
+        waiting.join(30)
+        assert stranger.recv(1) == b""
+    channel.send(Kind.HELLO, b"1")
+    assert [one.receive() for one in accepted] == [(Kind.HELLO, b"1")]
+    for end in [*accepted, channel]:
+        end.close()
+
+
+def test_a_process_group_stands_beside_the_default_one() -> None:
+    default = dist.distributed_c10d.GroupMember.WORLD
+    store = own_store(1)
+    place = Place(rank=0, size=1, device=torch.device("cpu"), name="funcllm-alone", timeout=10.0)
+    handle = join.join(store, place)
+    assert (handle.rank(), handle.size(), handle.group_name) == (0, 1, "funcllm-alone")
+    assert dist.distributed_c10d.GroupMember.WORLD is default
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    join.leave(handle)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from funcllm.group import SINGLE, Group, all_gather, all_reduce
-from funcllm.launch import team
+from funcllm.launch import join, team
 from funcllm.launch.channel import Kind
 from funcllm.launch.errors import CallError, EngineError
 from funcllm.launch.ranks import Ranks, start_ranks
@@ -44,6 +45,8 @@ class Toy:
         self.plans.append(words.tolist())
         if words[0] == -1 and self.group.rank == 1:
             raise ArithmeticError("rank 1 cannot follow this plan")
+        if words[0] == -2 and self.group.rank == 2:
+            raise ArithmeticError("rank 2 cannot follow this plan")
         return all_reduce(torch.tensor(words.tolist()), self.group)
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -210,10 +213,6 @@ def test_an_error_of_rank_0_in_load_is_raised_as_it_is() -> None:
 
 
 def test_a_worker_that_cannot_read_its_payload_is_named() -> None:
-    class Unreadable:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (int, ("not a number",))
-
     with leaves_nothing(), ends_soon(), pytest.raises(EngineError, match=r"(?s)rank 1 failed:.*not a number"):
         start_ranks(2, Toy, Unreadable())
 
@@ -267,6 +266,59 @@ def test_a_worker_that_cannot_follow_a_plan_ends_all_with_its_traceback() -> Non
         with ends_soon(), pytest.raises(EngineError, match=r"(?s)rank 1 failed:.*cannot follow this plan"):
             ranks.execute(np.array([-1], np.int32))
         with pytest.raises(EngineError, match="rank 1 failed"):
+            ranks.execute(PLAN)
+
+
+def test_the_rank_that_failed_first_is_named_and_not_those_that_waited_for_it() -> None:
+    with toys(4) as (ranks, _), ends_soon(), pytest.raises(EngineError, match=r"(?s)rank 2 failed:.*rank 2 cannot"):
+        ranks.execute(np.array([-2], np.int32))
+
+
+def test_a_long_report_of_a_failure_arrives_whole() -> None:
+    def fail(toy: Toy) -> None:
+        if toy.group.rank == 1:
+            raise SystemExit("x" * 20_000_000 + " is the end")
+
+    with toys(2) as (ranks, _), pytest.raises(EngineError, match=r"rank 1 failed:") as raised:
+        ranks.call(fail)
+    assert str(raised.value).endswith("is the end\n")
+
+
+def test_what_a_dead_rank_had_started_is_ended(tmp_path: Path) -> None:
+    def start(toy: Toy) -> int:
+        return subprocess.Popen(["sleep", "100"]).pid if toy.group.rank == 1 else 0
+
+    with toys(2) as (ranks, workers):
+        _, child = ranks.call(start)
+        os.kill(workers[0], signal.SIGKILL)
+        assert_all_gone([child])
+
+
+def test_a_death_while_the_ranks_join_ends_all_and_the_next_start_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_group = join.make_group
+    before = children()
+
+    def make_after_a_death(store: Any, place: join.Place) -> Any:
+        os.kill(max(set(children()) - set(before)), signal.SIGKILL)
+        return make_group(store, place)
+
+    monkeypatch.setattr(join, "make_group", make_after_a_death)
+    with leaves_nothing(), pytest.raises(EngineError, match=r"rank \d was killed by SIGKILL"):
+        start_ranks(4, Toy)
+    monkeypatch.undo()
+    with toys(2) as (ranks, _):
+        assert ranks.execute(PLAN).tolist() == [2, 4, 6]
+
+
+def test_an_error_of_the_monitor_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("in the monitor")
+
+    with toys(2) as (ranks, _), ends_soon():
+        monkeypatch.setattr(ranks._team, "_take", fail)
+        with pytest.raises(EngineError, match=r"(?s)the monitor of the ranks failed:.*in the monitor"):
+            ranks.call(reduce_after_rank_1, 0.2)
+        with pytest.raises(EngineError, match="the monitor of the ranks failed"):
             ranks.execute(PLAN)
 
 
@@ -366,6 +418,73 @@ def test_an_unpicklable_result_is_an_error_of_that_call(pair: Ranks) -> None:
     assert pair.call(lambda toy: 1) == [1, 1]
 
 
+class Unreadable:
+    """Can be packed, but not unpacked."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (int, ("not a number",))
+
+
+def test_a_result_that_cannot_be_read_is_an_error_of_that_call_alone() -> None:
+    with toys(3) as (ranks, _):
+        with pytest.raises(CallError, match=r"what rank 1 returned from a call cannot be read here: .*not a number"):
+            ranks.call(lambda toy: Unreadable() if toy.group.rank == 1 else "old")
+        assert ranks.call(lambda toy: toy.group.rank) == [0, 1, 2]
+
+
+def test_an_error_of_rank_0_in_a_call_is_raised_at_once_as_it_is(pair: Ranks) -> None:
+    def misfit(toy: Toy) -> None:
+        raise RuntimeError("shapes do not fit")
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        pair.call(misfit)
+    assert time.monotonic() - start < 2.5  # no waiting for the verdict on a death
+    assert pair.execute(PLAN).tolist() == [2, 4, 6]
+
+
+@contextlib.contextmanager
+def ctrl_c_after(seconds: float) -> Iterator[None]:
+    """A KeyboardInterrupt in the main thread; what a test runner does with the signal does not matter."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, previous)
+
+
+def test_an_interrupt_while_rank_0_waits_for_replies_ends_the_engine() -> None:
+    """Else the next call would take the replies of this one."""
+    with toys(2) as (ranks, _):
+        with ctrl_c_after(0.5), pytest.raises(KeyboardInterrupt):
+            ranks.call(lambda toy: time.sleep(2) if toy.group.rank else "old")
+        with pytest.raises(EngineError, match="interrupted in the middle of a step"):
+            ranks.call(lambda toy: "new")
+
+
+def test_an_interrupt_between_two_sends_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with toys(3) as (ranks, _):
+        monkeypatch.setattr(ranks._team.workers[1].channel, "send", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ranks.execute(PLAN)
+        monkeypatch.undo()
+        with pytest.raises(EngineError, match="interrupted in the middle of a step"):
+            ranks.execute(PLAN)
+
+
+def test_every_engine_of_a_process_hears_of_an_interrupt() -> None:
+    with toys(2) as (one, _), toys(2) as (two, _):
+        with ctrl_c_after(0.5), ends_soon(), pytest.raises((KeyboardInterrupt, EngineError)):
+            two.call(reduce_after_rank_1, 60.0)
+        assert one.execute(PLAN).tolist() == [2, 4, 6]
+
+
 def test_a_worker_ignores_ctrl_c(pair: Ranks) -> None:
     os.kill(pair.call(pid)[1], signal.SIGINT)
     assert pair.call(lambda toy: toy.group.rank) == [0, 1]
@@ -388,6 +507,39 @@ def test_ranks_that_nobody_closes_end_when_they_are_collected() -> None:
     workers = ranks.call(pid)[1:]
     del ranks
     gc.collect()
+    assert_all_gone(workers)
+
+
+def test_closing_ends_in_time_though_rank_0_waits_for_a_rank_that_hangs() -> None:
+    class Stuck(Toy):
+        def close(self) -> None:
+            if self.group.rank == 0:
+                all_reduce(torch.ones(1), self.group)
+            time.sleep(60)
+
+    ranks = start_ranks(2, Stuck, collective_timeout=60.0)
+    workers = ranks.call(pid)[1:]
+    with ends_soon():
+        ranks.close(grace=1.0)
+    assert_all_gone(workers)
+
+
+@pytest.mark.parametrize("moment", ["while it waits", "before it has told the ranks"])
+def test_an_interrupted_close_leaves_no_process(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    class Slow(Toy):
+        def close(self) -> None:
+            if self.group.rank == 1:
+                time.sleep(60)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    ranks = start_ranks(2, Slow)
+    workers = ranks.call(pid)[1:]
+    if moment != "while it waits":
+        monkeypatch.setattr(ranks._team.workers[0].channel, "send", interrupt)
+    with ctrl_c_after(0.5), ends_soon(), pytest.raises(KeyboardInterrupt):
+        ranks.close(grace=5.0)
     assert_all_gone(workers)
 
 
@@ -422,13 +574,28 @@ class Toy:
 """
 
 
-def start_script(tmp_path: Path, body: str, **options: Any) -> subprocess.Popen[str]:
-    path = tmp_path / "script.py"
-    path.write_text(HEAD + textwrap.dedent(body))
-    return subprocess.Popen([sys.executable, str(path)], stdout=-1, stderr=-1, text=True, **options)
+StartScript = Callable[[str], subprocess.Popen[str]]
 
 
-def test_a_script_without_a_main_guard_ships_its_functions_and_their_globals(tmp_path: Path) -> None:
+@pytest.fixture
+def start_script(tmp_path: Path) -> Iterator[StartScript]:
+    """Starts a script, in a session of its own, that is ended with the test."""
+    scripts = []
+
+    def start(body: str) -> subprocess.Popen[str]:
+        path = tmp_path / "script.py"
+        path.write_text(HEAD + textwrap.dedent(body))
+        command = [sys.executable, str(path)]
+        scripts.append(subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True))
+        return scripts[-1]
+
+    yield start
+    for script in scripts:
+        script.kill()
+        script.wait()
+
+
+def test_a_script_without_a_main_guard_ships_its_functions_and_their_globals(start_script: StartScript) -> None:
     body = """
     SCALE = 3.0
     SHIFT = torch.ones(2)
@@ -440,7 +607,7 @@ def test_a_script_without_a_main_guard_ships_its_functions_and_their_globals(tmp
         print(ranks.call(use, torch.ones(2)))
         print(ranks.execute(np.array([5], np.int32)).tolist())
     """
-    script = start_script(tmp_path, body)
+    script = start_script(body)
     output, errors = script.communicate(timeout=60)
     assert output == f"{[([4.0, 4.0], 3.0)] * 2}\n[10]\n", errors
     assert script.returncode == 0
@@ -478,8 +645,8 @@ BODIES = {
         ("idle", "SIGKILL"),
     ],
 )
-def test_no_process_is_left_however_rank_0_ends(tmp_path: Path, phase: str, name: str) -> None:
-    script = start_script(tmp_path, BODIES[phase], start_new_session=True)
+def test_no_process_is_left_however_rank_0_ends(start_script: StartScript, phase: str, name: str) -> None:
+    script = start_script(BODIES[phase])
     assert script.stderr is not None
     word, worker = script.stderr.readline().split()
     assert word == "worker"
@@ -493,13 +660,13 @@ def test_no_process_is_left_however_rank_0_ends(tmp_path: Path, phase: str, name
     assert time.monotonic() - sent < SOON + SLACK
 
 
-def test_the_command_line_ends_by_itself_when_rank_0_does_not_notice_a_death(tmp_path: Path) -> None:
+def test_the_command_line_ends_by_itself_when_rank_0_does_not_notice_a_death(start_script: StartScript) -> None:
     body = """
     ranks = start_ranks(2, Toy, exit_on_death=True)
     os.kill(ranks.call(lambda toy: os.getpid())[1], signal.SIGKILL)
     time.sleep(60)
     """
-    script = start_script(tmp_path, body)
+    script = start_script(body)
     _, errors = script.communicate(timeout=60)
     assert "error: rank 1 was killed by SIGKILL" in errors
     assert script.returncode == 1
