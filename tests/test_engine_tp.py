@@ -232,27 +232,24 @@ def gone(process_id: int) -> bool:
 
 
 def test_a_rank_killed_in_the_middle_of_generate() -> None:
-    engine = start(2, kv_blocks=200)
-    worker = engine.call(lambda rank: os.getpid())[1]
     killed: list[float] = []
 
-    def kill() -> None:
+    def kill(worker: int) -> None:
         while engine._scheduler.stats().generated_tokens < 10:
             time.sleep(0.005)
         killed.append(time.monotonic())
         os.kill(worker, signal.SIGKILL)
 
-    thread = threading.Thread(target=kill)
-    thread.start()
-    other = engine.submit(prompts()[1], GREEDY)
-    with pytest.raises(EngineError, match="rank 1 was killed by SIGKILL"):
-        engine.generate(prompts() * 2, replace(GREEDY, max_tokens=None))
-    assert time.monotonic() - killed[0] < 10  # 5 on an idle machine
-    thread.join()
-    with pytest.raises(EngineError, match="rank 1 was killed by SIGKILL"):
-        engine.generate([[1]], GREEDY)
-    assert engine.output(other).finish_reason in ("error", "length")
-    engine.close()
+    with start(2, kv_blocks=200) as engine:
+        worker = engine.call(lambda rank: os.getpid())[1]
+        threading.Thread(target=kill, args=(worker,), daemon=True).start()
+        other = engine.submit(prompts()[1], GREEDY)
+        with pytest.raises(EngineError, match="rank 1 was killed by SIGKILL"):
+            engine.generate(prompts() * 2, replace(GREEDY, max_tokens=None))
+        assert time.monotonic() - killed[0] < 10  # 5 on an idle machine
+        with pytest.raises(EngineError, match="rank 1 was killed by SIGKILL"):
+            engine.generate([[1]], GREEDY)
+        assert engine.output(other).finish_reason in ("error", "length")
     assert gone(worker)
     with start(1) as after:
         assert len(tokens(after.generate(prompts(), GREEDY))) == 4
