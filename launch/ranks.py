@@ -251,7 +251,9 @@ class Ranks:
     def _await_replies(self, error: Exception | None) -> bool:
         """Waits for the other ranks' replies to a call, not for long where it raised here; whether all replied."""
         members = self._team
-        timeout = None if error is None else team.CALL_GRACE
+        timeout = None
+        if error is not None:  # it goes before the errors of other ranks, after which the monitor would end the call
+            timeout, members.call = team.CALL_GRACE, None
         try:
             return members.wait(lambda: all(worker.replies for worker in members.workers), timeout)
         except EngineError as end:

@@ -404,6 +404,23 @@ def test_a_call_in_which_one_worker_raises_and_another_waits_ends_the_engine(mon
         ranks.call(leave_rank_2_waiting)
 
 
+def test_the_error_of_rank_0_goes_before_that_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team, "CALL_GRACE", 1.0)
+
+    def raise_late_on_rank_0(toy: Toy) -> None:
+        if toy.group.rank == 0:
+            time.sleep(0.5)
+        if toy.group.rank == 2:
+            all_reduce(torch.ones(1), toy.group)
+        raise ZeroDivisionError(f"on rank {toy.group.rank}")
+
+    with toys(3) as (ranks, _):
+        with ends_soon(), pytest.raises(ZeroDivisionError, match="on rank 0"):
+            ranks.call(raise_late_on_rank_0)
+        with pytest.raises(EngineError, match="on rank 0"):
+            ranks.execute(PLAN)
+
+
 def test_the_grace_of_one_call_does_not_end_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(team, "CALL_GRACE", 0.3)
     with toys(2) as (ranks, _):
@@ -570,7 +587,8 @@ class Toy:
     def call(self, fn, args):
         return fn(self, *args)
     def close(self):
-        pass
+        if self.payload == "slow to close" and self.group.rank == 1:
+            time.sleep(3)
 """
 
 
@@ -672,10 +690,10 @@ def test_the_command_line_ends_by_itself_when_rank_0_does_not_notice_a_death(sta
     assert script.returncode == 1
 
 
-def test_torchruns_processes_serve_rank_0(tmp_path: Path) -> None:
+def test_torchruns_processes_serve_rank_0_and_end_in_their_own_time(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     body = """
-    with start_ranks(2, Toy, "payload") as ranks:
+    with start_ranks(2, Toy, "slow to close") as ranks:
         print(ranks.call(lambda toy: toy.group.rank + 10), ranks.execute(np.array([4], np.int32)).tolist())
     print("rank", os.environ["RANK"], "is done")
     """
