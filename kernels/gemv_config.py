@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
+from typing import Literal
 
 MAX_ROWS = 16
 _STREAM_ROWS = 4  # up to here the streaming kernel is chosen
@@ -13,20 +14,41 @@ _VECTOR = 8  # elements of a 16-byte load
 _SHARE = 32  # elements of the weight that a thread of the streaming kernel holds, about
 
 
+RELEASES = ("never", "early", "late")
+
+Release = Literal["never", "early", "late"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class GemvConfig:
-    """How a launch is cut up. block_n: rows of the weight a program; block_k: columns a piece (0: all at once);
-    tensor_cores: which of the two kernels; num_stages: pieces in flight where there are several."""
+    """How a launch is cut up, and how it stands in a chain of programmatic dependent launches.
+
+    block_n: rows of the weight (or pairs of gate and up) a program, or a step of a persistent one. block_k: columns a
+    piece (0: all at once). num_stages: pieces in flight where there are several; persistent: groups of rows that are
+    loaded ahead of the one being multiplied, 1 or 2. tensor_cores, programs_per_sm: which of the three kernels:
+    tensor cores; where programs_per_sm > 0 the persistent streaming one with at most so many programs a
+    multiprocessor; else the streaming one.
+
+    Where the caller asks for programmatic dependent launch: early_start: whether the kernel starts before its
+    predecessor has ended. release: when its own successor may start: "early" (every program is running), "late" (every
+    program is at its last group of rows, or behind its products) or "never" (at its end). prefetch: groups of rows
+    (tensor cores: pieces, a power of two) that a program brings to the L2 cache before it waits, beyond those it loads.
+    """
 
     block_n: int
     num_warps: int
     block_k: int = 0
     num_stages: int = 1
     tensor_cores: bool = False
+    programs_per_sm: int = 0
+    prefetch: int = 0
+    early_start: bool = True
+    release: Release = "early"
 
     def packed(self) -> list[int]:
         """The configuration as an op argument."""
-        return [self.block_n, self.num_warps, self.block_k, self.num_stages, int(self.tensor_cores)]
+        *numbers, release = astuple(self)
+        return [*map(int, numbers), RELEASES.index(release)]
 
 
 _LARGE = 1 << 23  # elements of a weight from which tensor cores are faster at any number of rows
@@ -34,20 +56,57 @@ _HEAD = 65536  # outputs of a vocabulary
 
 MEASURED: Mapping[tuple[int, int, int, bool], GemvConfig] = {
     (2, 3072, 1024, True): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
-    (2, 151936, 1024, False): GemvConfig(block_n=2, num_warps=2),
-    (2, 6144, 4096, False): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
+    (2, 151936, 1024, False): GemvConfig(
+        block_n=2,
+        num_warps=2,
+        early_start=False,
+        release="never",
+    ),
+    (2, 6144, 4096, False): GemvConfig(
+        block_n=32,
+        num_warps=4,
+        block_k=256,
+        num_stages=4,
+        tensor_cores=True,
+        early_start=False,
+        release="never",
+    ),
     (2, 4096, 4096, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
     (2, 12288, 4096, True): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
     (2, 4096, 12288, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
-    (2, 6144, 2560, False): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
+    (2, 6144, 2560, False): GemvConfig(
+        block_n=32,
+        num_warps=4,
+        block_k=256,
+        num_stages=4,
+        tensor_cores=True,
+        early_start=False,
+        release="never",
+    ),
     (2, 2560, 4096, False): GemvConfig(block_n=2, num_warps=8),
     (2, 9728, 2560, True): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
     (2, 2560, 9728, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
-    (8, 4096, 1024, False): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
+    (8, 4096, 1024, False): GemvConfig(
+        block_n=32,
+        num_warps=4,
+        block_k=256,
+        num_stages=4,
+        tensor_cores=True,
+        early_start=False,
+        release="never",
+    ),
     (8, 1024, 2048, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
     (8, 3072, 1024, True): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
     (8, 1024, 3072, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
-    (8, 151936, 1024, False): GemvConfig(block_n=64, num_warps=4, block_k=128, num_stages=5, tensor_cores=True),
+    (8, 151936, 1024, False): GemvConfig(
+        block_n=64,
+        num_warps=4,
+        block_k=128,
+        num_stages=5,
+        tensor_cores=True,
+        early_start=False,
+        release="never",
+    ),
     (8, 4096, 4096, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
     (8, 4096, 12288, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
     (8, 2560, 4096, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
@@ -58,17 +117,38 @@ MEASURED: Mapping[tuple[int, int, int, bool], GemvConfig] = {
 
 def unpacked(config: list[int]) -> GemvConfig:
     """The configuration that `packed` gave."""
-    block_n, num_warps, block_k, num_stages, tensor_cores = config
+    block_n, num_warps, block_k, num_stages, tensor_cores, programs_per_sm, prefetch, early_start, release = config
     return GemvConfig(
-        block_n=block_n, num_warps=num_warps, block_k=block_k, num_stages=num_stages, tensor_cores=bool(tensor_cores)
+        block_n=block_n,
+        num_warps=num_warps,
+        block_k=block_k,
+        num_stages=num_stages,
+        tensor_cores=bool(tensor_cores),
+        programs_per_sm=programs_per_sm,
+        prefetch=prefetch,
+        early_start=bool(early_start),
+        release=RELEASES[release],  # type: ignore[arg-type]
     )
 
 
-def choose_config(rows: int, out_features: int, in_features: int, silu: bool) -> GemvConfig:
-    """The measured configuration of these sizes, or else a good one by rule. out_features counts after silu * up."""
+def programs_of(groups: int, programs_per_sm: int, num_sms: int) -> int:
+    """Programs of a persistent launch over so many groups of rows: the fewest whose largest share is the least."""
+    return -(-groups // -(-groups // (programs_per_sm * num_sms)))
+
+
+def choose_config(rows: int, out_features: int, in_features: int, silu: bool, norm: bool = False) -> GemvConfig:
+    """The measured configuration of these sizes, or else a good one by rule. out_features counts after silu * up.
+
+    By rule a product behind a norm takes part in a chain of early starts only if silu(gate) * up follows it.
+    """
     measured = MEASURED.get((rows, out_features, in_features, silu))
     if measured is not None:
         return measured
+    config = _by_rule(rows, out_features, in_features, silu)
+    return replace(config, early_start=False, release="never") if norm and not silu else config
+
+
+def _by_rule(rows: int, out_features: int, in_features: int, silu: bool) -> GemvConfig:
     if out_features < _HEAD and in_features * out_features * (2 if silu else 1) >= _LARGE:
         narrow = out_features <= 4096 and not silu
         return GemvConfig(

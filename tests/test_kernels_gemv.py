@@ -67,6 +67,8 @@ CONFIGS = [
     pytest.param(GemvConfig(block_n=4, num_warps=4), id="stream"),
     pytest.param(GemvConfig(block_n=2, num_warps=4, block_k=64, num_stages=2), id="stream in pieces"),
     pytest.param(GemvConfig(block_n=16, num_warps=4, block_k=64, num_stages=2, tensor_cores=True), id="tensor cores"),
+    pytest.param(GemvConfig(block_n=2, num_warps=4, programs_per_sm=1), id="persistent"),
+    pytest.param(GemvConfig(block_n=1, num_warps=4, num_stages=2, programs_per_sm=1), id="persistent, two ahead"),
 ]
 
 
@@ -114,6 +116,37 @@ def test_wide_results_are_not_rounded(config: GemvConfig) -> None:
     y, _ = triton_gemv.gemv(x, weight, wide=True, config=config)
     assert y.dtype == torch.float32
     torch.testing.assert_close(y.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(("block_n", "size"), [(1, 64), (4, 72), (16, 264)], ids=["1 row", "4 rows", "more than all"])
+def test_persistent_programs_take_every_row_once(block_n: int, size: int, rows: int) -> None:
+    """Groups that do not divide among the programs, a group that is not full, and more rows of x than a pair."""
+    config = GemvConfig(block_n=block_n, num_warps=4, programs_per_sm=1)
+    x, weight, parts = inputs(rows, 11, size, torch.float32, False)
+    parts = {name: parts[name] for name in ("bias", "norm_weight", "residual")}
+    y, _ = triton_gemv.gemv(
+        x,
+        weight,
+        bias_o=parts["bias"],
+        norm_weight_d=parts["norm_weight"],
+        eps=EPS,
+        residual_to=parts["residual"],
+        config=config,
+    )
+    torch.testing.assert_close(y, composed(x, weight, parts, False)[0], rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("config", CONFIGS[3:])
+def test_persistent_programs_write_nothing_behind_their_outputs(config: GemvConfig, monkeypatch: Any) -> None:
+    x, weight, _ = inputs(2, 9, 72, torch.float32, False)
+    behind = torch.full((64,), 7.0)
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: behind[:18].view(2, 9))
+    triton_gemv.gemv(x, weight, config=config)
+    torch.testing.assert_close(behind[:18].view(2, 9), x @ weight.T, rtol=1e-5, atol=1e-5)
+    assert (behind[18:] == 7.0).all()
 
 
 @interpreted
@@ -183,6 +216,56 @@ def test_launches_refuse_too_many_rows_and_strided_weights() -> None:
         triton_gemv.gemv(torch.ones(17, 8), torch.ones(4, 8))
     with pytest.raises(ValueError, match="not contiguous"):
         triton_gemv.gemv(torch.ones(1, 4), torch.ones(4, 8).T)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("groups", "programs_per_sm", "num_sms", "programs"),
+    [(512, 1, 132, 128), (512, 2, 132, 256), (1024, 1, 132, 128), (768, 2, 132, 256), (100, 1, 132, 100), (5, 1, 2, 2)],
+)
+def test_persistent_programs_have_equal_shares(groups: int, programs_per_sm: int, num_sms: int, programs: int) -> None:
+    found = gemv_config.programs_of(groups, programs_per_sm, num_sms)
+    assert found == programs
+    assert found <= programs_per_sm * num_sms
+    assert -(-groups // found) == -(-groups // (programs_per_sm * num_sms))
+
+
+@compiled
+def test_configurations_survive_packing() -> None:
+    config = GemvConfig(
+        block_n=2,
+        num_warps=8,
+        block_k=64,
+        num_stages=3,
+        tensor_cores=True,
+        programs_per_sm=2,
+        prefetch=4,
+        early_start=False,
+        release="late",
+    )
+    assert config.packed() == [2, 8, 64, 3, 1, 2, 4, 0, 2]
+    assert unpacked(config.packed()) == config
+
+
+@compiled
+def test_a_launch_without_early_start_neither_waits_nor_lets_others_start() -> None:
+    from funcllm.kernels.triton_gemv import gemv_constants
+
+    late = GemvConfig(block_n=2, num_warps=4, programs_per_sm=1, prefetch=2, release="late")
+    constants = gemv_constants(1, 64, 512, pdl=True, config=late)
+    assert (constants["PDL"], constants["RELEASE"], constants["PREFETCH"]) == (True, 2, 2)
+    constants = gemv_constants(1, 64, 512, pdl=False, config=late)
+    assert (constants["PDL"], constants["RELEASE"], constants["PREFETCH"]) == (False, 0, 0)
+    starts_late = GemvConfig(block_n=2, num_warps=4, prefetch=2, early_start=False)
+    constants = gemv_constants(1, 64, 512, pdl=True, config=starts_late)
+    assert (constants["PDL"], constants["RELEASE"]) == (False, 1)
+
+
+@compiled
+@pytest.mark.parametrize(("silu", "norm", "early"), [(False, True, False), (True, True, True), (False, False, True)])
+def test_by_rule_a_product_behind_a_norm_starts_early_before_silu_only(silu: bool, norm: bool, early: bool) -> None:
+    config = choose_config(1, 640, 512, silu, norm)
+    assert (config.early_start, config.release) == (early, "early" if early else "never")
 
 
 @compiled
@@ -266,11 +349,24 @@ def test_kernel_compiles_for_sm_90_and_asks_for_the_weight_before_it_waits(
     usage, listing = compiled_for_sm_90(kernel, signature, constants, options, tmp_path)
     assert usage["SHARED"] <= 232448
     assert usage["STACK"] == usage["LOCAL"] == 0
+    loads = [match.start() for match in re.finditer(r"LDG\.E\.EF\.128", listing)]
+    size = constants["BLOCK_N"] * constants["BLOCK_K"] * (2 if constants["SILU"] else 1)
+    loads_of_a_group = size // (8 * 32 * options["num_warps"])
+    if constants["PDL"]:
+        ahead_of_the_wait = [at for at in loads if at < listing.index("ACQBULK")]
     if "STAGES" in constants and constants["BLOCK_K"] >= constants["K"]:
-        loads = [match.start() for match in re.finditer(r"LDG\.E\.EF\.128", listing)]
-        size = constants["BLOCK_N"] * constants["BLOCK_K"] * (2 if constants["SILU"] else 1)
-        assert 0.7 * size <= len(loads) * 8 * 32 * options["num_warps"] <= size
-        assert max(loads) < listing.index("ACQBULK")
+        assert 0.7 * loads_of_a_group <= len(loads) <= loads_of_a_group
+        assert ahead_of_the_wait == loads
+    if "AHEAD" in constants:  # all but one group: that of the loop
+        groups = constants["AHEAD"] + 2
+        assert 0.7 * loads_of_a_group <= len(loads) / groups <= loads_of_a_group
+        if constants["PDL"]:
+            assert len(ahead_of_the_wait) == len(loads) * (groups - 1) // groups
+    assert ("ACQBULK" in listing) == constants["PDL"]
+    assert ("PREEXIT" in listing) == (constants["RELEASE"] > 0)
+    if constants["RELEASE"] and constants["PDL"]:
+        assert (listing.index("PREEXIT") > listing.index("ACQBULK")) == (constants["RELEASE"] == 2)
+    assert ("CCTL.E.PF2" in listing) == (constants.get("PREFETCH", 0) > 0)
 
 
 def compiled_for_sm_90(
