@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable
 
 _listeners: tuple[Callable[[], None], ...] = ()
-_ear: tuple[socket.socket, socket.socket] | None = None  # what a thread reads, what the interpreter writes to
+_ear: tuple[int, int] | None = None  # a pipe: what a thread reads, what the interpreter writes to
 
 
 def listen(listener: Callable[[], None]) -> None:
@@ -22,8 +21,8 @@ def listen(listener: Callable[[], None]) -> None:
     global _listeners
     _listeners = (*_listeners, listener)
     with contextlib.suppress(ValueError):  # the main thread only may do this
-        previous = signal.set_wakeup_fd(_open_ear().fileno(), warn_on_full_buffer=False)
-        if previous != -1 and previous != _open_ear().fileno():
+        previous = signal.set_wakeup_fd(_open_ear(), warn_on_full_buffer=False)
+        if previous not in (-1, _open_ear()):
             signal.set_wakeup_fd(previous)
 
 
@@ -35,17 +34,17 @@ def forget(listener: Callable[[], None]) -> None:
         _give_back()
 
 
-def _open_ear() -> socket.socket:
+def _open_ear() -> int:
     global _ear
     if _ear is None:
-        _ear = socket.socketpair()
-        _ear[1].setblocking(False)
+        _ear = os.pipe()
+        os.set_blocking(_ear[1], False)
         threading.Thread(target=_tell, args=(_ear[0],), name="interrupts", daemon=True).start()
     return _ear[1]
 
 
-def _tell(read: socket.socket) -> None:
-    while signals := read.recv(4096):
+def _tell(read: int) -> None:
+    while signals := os.read(read, 4096):
         if signal.SIGINT in signals:
             for listener in _listeners:
                 listener()
@@ -55,7 +54,7 @@ def _give_back() -> None:
     """Lets the interpreter write signals nowhere, as before; in another thread than the main one it goes on."""
     with contextlib.suppress(ValueError):
         previous = signal.set_wakeup_fd(-1)
-        if previous != -1 and (_ear is None or previous != _ear[1].fileno()):
+        if previous != -1 and (_ear is None or previous != _ear[1]):
             signal.set_wakeup_fd(previous)
 
 
@@ -65,6 +64,8 @@ def _start_anew() -> None:
     _listeners = ()
     if _ear is not None:
         _give_back()
+        for fd in _ear:
+            os.close(fd)
         _ear = None
 
 
