@@ -1,0 +1,307 @@
+"""The product that asks for its weight early, against the reference ops: as an op, interpreted, and for sm_90."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from funcllm.kernels import gemm, gemm_config, reference
+from funcllm.kernels.gemm_config import (
+    PADDED_ROWS,
+    SHARED_SM90,
+    GemmConfig,
+    choose_config,
+    padded_rows,
+    pieces_of,
+    row_limit,
+    shared_bytes,
+    tiles_of,
+    unpacked,
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting process of test_interpreted")
+compiled = pytest.mark.skipif(INTERPRETED, reason="runs in the process that does not interpret")
+
+if INTERPRETED:
+    from funcllm.kernels import interpret, triton_gemm
+
+    interpret.repair()
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def inputs(rows: int, out_features: int, size: int, dtype: torch.dtype, silu: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """x, a strided view whose neighbours are NaN; the weight, scaled so that outputs are about 1; a bias."""
+    wide = torch.full((rows, size + 16), float("nan"), dtype=dtype)
+    wide[:, 8 : size + 8] = values(rows, size, dtype=dtype)
+    weight = (values(out_features * (2 if silu else 1), size) / size**0.5).to(dtype)
+    return wide[:, 8 : size + 8], weight, values(weight.shape[0], dtype=dtype, seed=1)
+
+
+def composed(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    """The same by the reference ops; the product in fp64, rounded once."""
+    y = x.double() @ weight.double().T
+    y = (y if bias is None else y + bias.double()).to(x.dtype)
+    return reference.silu_mul(y) if silu else y
+
+
+def assert_close(y: Tensor, expected: Tensor) -> None:
+    assert y.dtype == expected.dtype
+    torch.testing.assert_close(y, expected, rtol=TOLERANCE[y.dtype], atol=TOLERANCE[y.dtype])
+
+
+CONFIGS = {
+    "all ahead": GemmConfig(block_n=16, block_k=32, ahead=8, x_ahead=2),
+    "all ahead, turned": GemmConfig(block_n=16, block_k=32, ahead=8, x_ahead=3, rotate=True),
+    "some ahead": GemmConfig(block_n=32, block_k=32, ahead=2, x_ahead=1, num_stages=2, release="late"),
+    "none ahead, turned": GemmConfig(block_n=16, block_k=32, ahead=0, num_stages=2, rotate=True),
+    "split": GemmConfig(block_n=16, block_k=32, ahead=8, splits=3, release="never"),
+    "split, some ahead": GemmConfig(block_n=32, block_k=16, ahead=1, splits=2, num_stages=2, rotate=True),
+}
+
+
+# --- interpreted -----------------------------------------------------------------------------------------------------
+
+
+@interpreted
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "size", "silu", "biased"), [(9, 96, False, True), (17, 136, True, False)])
+def test_kernel_equals_the_composition(
+    config: GemmConfig, dtype: torch.dtype, rows: int, size: int, silu: bool, biased: bool
+) -> None:
+    """Rows and outputs between the tiles' sizes; whole pieces of columns, and a part of one."""
+    x, weight, bias = inputs(rows, 21, size, dtype, silu)
+    counters = torch.zeros(8, dtype=torch.int32)
+    y = triton_gemm.gemm(x, weight, bias_o=bias if biased else None, silu=silu, counters_p=counters, config=config)
+    assert_close(y, composed(x, weight, bias if biased else None, silu))
+    assert not counters.any()
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 16, 33, 65])
+def test_rows_are_padded_and_the_chosen_configuration_is_right(rows: int) -> None:
+    x, weight, bias = inputs(rows, 40, 72, torch.float32, True)
+    assert_close(triton_gemm.gemm(x, weight, bias_o=bias, silu=True), composed(x, weight, bias, True))
+
+
+@interpreted
+def test_without_counters_columns_are_not_split() -> None:
+    x, weight, _ = inputs(9, 20, 96, torch.float32, False)
+    assert_close(triton_gemm.gemm(x, weight, config=CONFIGS["split"]), composed(x, weight, None, False))
+
+
+@interpreted
+def test_partial_sums_are_added_in_split_order() -> None:
+    """Bit for bit: the sums of each third of the columns, added from the first to the last."""
+    x, weight, _ = inputs(9, 16, 96, torch.float32, False)
+    y = triton_gemm.gemm(x, weight, config=CONFIGS["split"], counters_p=torch.zeros(1, dtype=torch.int32))
+    whole = GemmConfig(block_n=16, block_k=32, ahead=1)
+    parts = [triton_gemm.gemm(x[:, i : i + 32], weight[:, i : i + 32].contiguous(), config=whole) for i in (0, 32, 64)]
+    assert torch.equal(y, (parts[0] + parts[1]) + parts[2])
+
+
+@interpreted
+def test_too_few_counters_are_refused() -> None:
+    x, weight, _ = inputs(9, 40, 96, torch.float32, False)
+    with pytest.raises(ValueError, match="3 tiles need"):
+        triton_gemm.gemm(x, weight, config=CONFIGS["split"], counters_p=torch.zeros(2, dtype=torch.int32))
+
+
+# --- ops -------------------------------------------------------------------------------------------------------------
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("silu", [False, True])
+def test_op_equals_the_composition(dtype: torch.dtype, silu: bool) -> None:
+    x, weight, bias = inputs(11, 24, 40, dtype, silu)
+    assert_close(gemm.ahead_linear(x, weight, bias, silu=silu), composed(x, weight, bias, silu))
+    assert_close(gemm.ahead_linear(x, weight, silu=silu), composed(x, weight, None, silu))
+
+
+@compiled
+def test_op_compiles_whole_and_passes_torchs_own_checks() -> None:
+    x, weight, bias = inputs(11, 24, 40, torch.float32, True)
+    x, counters = x.contiguous(), torch.zeros(4, dtype=torch.int32)
+
+    def run(x: Tensor) -> Tensor:
+        return gemm.ahead_linear(x, weight, bias, silu=True, counters_p=counters, config=GemmConfig(), pdl=True)
+
+    fast = torch.compile(run, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(fast(x), run(x))
+    checks = ("test_schema", "test_faketensor")
+    arguments = (x, weight, bias, True, counters, GemmConfig(splits=2).packed(), True)
+    torch.library.opcheck(torch.ops.funcllm.ahead_linear.default, arguments, test_utils=checks)
+
+
+@compiled
+def test_op_refuses_transforms_and_gradients() -> None:
+    weight = torch.ones(4, 8)
+    with pytest.raises(RuntimeError, match="REFERENCE"):
+        torch.func.grad(lambda x: gemm.ahead_linear(x, weight).sum())(torch.ones(9, 8))
+    with pytest.raises(RuntimeError, match="REFERENCE"):
+        gemm.ahead_linear(torch.ones(9, 8, requires_grad=True), weight)
+
+
+@compiled
+def test_launches_refuse_too_many_rows_and_strided_weights() -> None:
+    from funcllm.kernels import triton_gemm
+
+    with pytest.raises(ValueError, match="129 rows are more than the 128"):
+        triton_gemm.gemm(torch.ones(129, 8), torch.ones(4, 8))
+    with pytest.raises(ValueError, match="not contiguous"):
+        triton_gemm.gemm(torch.ones(9, 4), torch.ones(4, 8).T)
+
+
+@compiled
+def test_fits_names_what_the_kernel_takes() -> None:
+    weight = torch.zeros(6, 16, dtype=torch.bfloat16)
+    assert gemm.fits(9, weight)
+    assert gemm.fits(128, weight.half())
+    assert not gemm.fits(8, weight)
+    assert not gemm.fits(129, weight)
+    assert not gemm.fits(9, weight.float())
+    assert not gemm.fits(9, weight.T)
+    assert not gemm.fits(9, weight[:, :12].contiguous())
+
+
+# --- configurations --------------------------------------------------------------------------------------------------
+
+QWEN_SHAPES = [
+    (4096, 1024, False),
+    (1024, 2048, False),
+    (3072, 1024, True),
+    (1024, 3072, False),
+    (6144, 2560, False),
+    (9728, 2560, True),
+    (2560, 9728, False),
+    (6144, 4096, False),
+    (12288, 4096, True),
+    (4096, 12288, False),
+]
+
+
+@compiled
+@pytest.mark.parametrize(("out_features", "size", "silu"), QWEN_SHAPES)
+@pytest.mark.parametrize("rows", PADDED_ROWS)
+def test_chosen_configurations_are_legal(rows: int, out_features: int, size: int, silu: bool) -> None:
+    config = choose_config(rows, out_features, size, silu)
+    assert unpacked(config.packed()) == config
+    assert shared_bytes(rows, config, size) <= SHARED_SM90
+    assert config.ahead * config.block_k * config.splits <= size + config.block_k * config.splits
+    tiles = tiles_of(out_features, silu, config)
+    assert tiles <= gemm.MAX_TILES
+    assert config.splits == 1 or tiles * config.splits <= 132
+    assert not silu or config.splits == 1
+
+
+@compiled
+def test_configurations_of_odd_values_travel_as_an_argument() -> None:
+    config = GemmConfig(
+        block_n=128, block_k=64, num_warps=8, ahead=5, x_ahead=4, num_stages=6, splits=7, prefetch=9, rotate=True,
+        early_start=False, release="late",
+    )  # fmt: skip
+    assert unpacked(config.packed()) == config
+
+
+@compiled
+def test_pieces_tiles_and_padding() -> None:
+    config = GemmConfig(block_n=64, block_k=128, splits=4)
+    assert [pieces_of(size, config) for size in (512, 520, 1024)] == [1, 2, 2]
+    assert [tiles_of(n, silu, config) for n, silu in ((64, False), (65, False), (64, True))] == [1, 2, 2]
+    assert [padded_rows(rows) for rows in (1, 16, 17, 64, 65, 128)] == [16, 16, 32, 64, 128, 128]
+
+
+@compiled
+def test_measured_configurations_come_first_and_say_up_to_how_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert row_limit(64, 512, False) == 0
+    config = GemmConfig(block_k=64, num_warps=8)
+    table = {(rows, 64, 512, False): config for rows in (16, 32, 128)}
+    monkeypatch.setattr(gemm_config, "MEASURED", table)
+    assert choose_config(9, 64, 512, False) == config
+    assert choose_config(40, 64, 512, False) != config
+    assert row_limit(64, 512, False) == 32
+    assert row_limit(64, 512, True) == 0
+
+
+# --- Triton without a GPU --------------------------------------------------------------------------------------------
+
+
+@compiled
+def test_interpreted() -> None:
+    """Runs this file's kernel tests in a process where Triton interprets."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def variants() -> list[Any]:
+    if INTERPRETED:
+        return []
+    pytest.importorskip("triton")
+    from funcllm.kernels import triton_gemm
+
+    return [pytest.param(*variant[1:], id=variant[0]) for variant in triton_gemm.compile_variants()]
+
+
+@compiled
+@pytest.mark.parametrize(("kernel", "signature", "constants", "options"), variants())
+def test_kernel_compiles_for_sm_90_and_stores_its_weight_before_it_waits(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, int], tmp_path: Path
+) -> None:
+    """No spills; the ahead pieces lie in shared memory when the program waits, and x is asked for behind the wait."""
+    usage, code = compiled_for_sm_90(kernel, signature, constants, options, tmp_path)
+    assert usage["SHARED"] <= SHARED_SM90
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    assert code.count("ACQBULK") == 1
+    assert "HGMMA" in code
+    before, behind = code.split("ACQBULK")
+    copies = constants["AHEAD"] * constants["BLOCK_N"] * constants["BLOCK_K"] / (8 * 32 * options["num_warps"])
+    assert len(re.findall(r"LDG\.E\.EF\.128", before)) == copies
+    assert len(re.findall(r"STS\.128", before)) == copies
+    assert not re.search(r"LDG\.E\.EF", behind)
+    assert not re.search(r"HGMMA|LDG\.E\.128", before)
+    assert (re.search(r"CCTL\S*PF2", before) is not None) == (constants["PREFETCH"] > 0)
+
+
+def compiled_for_sm_90(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, int], folder: Path
+) -> tuple[dict[str, int], str]:
+    """Resources of a kernel compiled for sm_90 (pointers and the stride divide by 16), and its machine code."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in signature if name != "rows"}
+    source = ASTSource(
+        kernel, {name: signature.get(name, "constexpr") for name in names}, constexprs=constants, attrs=aligned
+    )
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True, **options})
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(binary.asm["cubin"])
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    text = output_of(tools / "cuobjdump", "--dump-resource-usage", cubin)
+    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+    return usage | {"SHARED": binary.metadata.shared}, output_of(tools / "nvdisasm", "-c", cubin)
+
+
+def output_of(*command: str | Path) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
