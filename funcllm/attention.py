@@ -12,6 +12,7 @@ from torch import Tensor
 
 from funcllm.config import ModelConfig
 from funcllm.group import Group
+from funcllm.kernels.cpu import zeros
 from funcllm.types import AttentionParams, Context, LayerCache
 
 
@@ -27,10 +28,7 @@ def init_cache(
     """One layer's empty cache for this rank's KV heads, filled with zeros (an unwritten slot must not hold NaN)."""
     num_kv_heads = config.num_kv_heads // min(group.size, config.num_kv_heads)
     shape = (num_blocks, block_size, num_kv_heads, config.head_dim)
-    return LayerCache(
-        torch.zeros(shape, device=device, dtype=dtype),
-        torch.zeros(shape, device=device, dtype=dtype),
-    )
+    return LayerCache(zeros(shape, dtype, device), zeros(shape, dtype, device))
 
 
 def write_kv(k_tkh: Tensor, v_tkh: Tensor, cache: LayerCache, context: Context) -> LayerCache:

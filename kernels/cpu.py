@@ -10,6 +10,7 @@ import functools
 import math
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -18,6 +19,8 @@ from torch import Tensor
 from funcllm.kernels import reference
 
 _SCORES_AT_ONCE = 1 << 22
+_LARGE_BYTES = 1 << 24  # of a tensor of zeros that is not filled by hand
+_ALIGNMENT = 64
 _FEW_INPUTS = 4096  # rows x inputs up to which weight @ x.T is faster than x @ weight.T, by measurement
 
 
@@ -131,6 +134,16 @@ def _rotate(x_tnh: Tensor, cos_th: Tensor, sin_th: Tensor) -> Tensor:
 
 
 # --- keys and values -------------------------------------------------------------------------------------------------
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """torch.zeros; a large tensor on the CPU takes memory only where it is written to."""
+    size = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or size < _LARGE_BYTES:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(size + _ALIGNMENT, np.uint8)  # the system's own zero pages
+    start = -raw.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
 
 
 def write_kv(k_tkh: Tensor, v_tkh: Tensor, k_cache_pskh: Tensor, v_cache_pskh: Tensor, slots_t: Tensor) -> None:

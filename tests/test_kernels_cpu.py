@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -279,3 +281,19 @@ def test_noise_is_drawn_for_few_columns_as_for_all() -> None:
         theirs = reference.pick(logits, heat, keys, () if threshold is None else threshold, 2**31, 3000)
         assert reference.token_of(ours).tolist() == reference.token_of(theirs).tolist()
         assert ((ours >> 32) - (theirs >> 32)).abs().max() <= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_tensor_of_zeros_takes_memory_only_where_it_is_written(dtype: torch.dtype) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident()
+    x = cpu.zeros((64, 1 << 20, 4), dtype, "cpu")
+    assert (x.shape, x.dtype, x.data_ptr() % 64, x.is_contiguous()) == ((64, 1 << 20, 4), dtype, 0, True)
+    assert resident() - before < x.nbytes // 4
+    assert not x[::7, ::4096].any()
+    x[5, 3] = 2.0
+    assert x[5, 2:5].sum(1).tolist() == [0.0, 8.0, 0.0]
+    assert torch.equal(cpu.zeros((3, 2), dtype, "cpu"), torch.zeros(3, 2, dtype=dtype))
+    assert cpu.zeros((3, 2), dtype, "meta").device.type == "meta"
