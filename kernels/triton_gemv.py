@@ -345,7 +345,7 @@ def _group_to_l2(
 def _row_sums(weight_rk, x_1k, M: tl.constexpr):
     """For each of the M rows of x the sums over k; two at a time, so that they share their exchanges."""
     weight_rk = weight_rk.to(tl.float32)
-    sums = ()
+    sums = ()  # type: Any
     for pair in tl.static_range(M // 2):
         both_rk2 = tl.join(weight_rk * x_1k[2 * pair], weight_rk * x_1k[2 * pair + 1])
         first_r, second_r = tl.split(tl.sum(both_rk2, axis=1))
@@ -412,13 +412,14 @@ def _persistent_stream_kernel(
     if NORM:
         scale_m1 = tl.rsqrt(tl.sum(x_mk * x_mk, axis=1) / K + eps)[:, None]
         x_mk = ((x_mk * scale_m1).to(dtype).to(tl.float32) * norm_weight_1k).to(dtype).to(tl.float32)
-    x_1k = ()
+    x_1k = ()  # type: Any
     for m in tl.static_range(M):
         x_1k = x_1k + (tl.sum(tl.where(m_m1 == m, x_mk, 0.0), axis=0)[None, :],)
     for group in tl.range(program, groups, programs):
         n = group * BLOCK_N + tl.arange(0, BLOCK_N)
         live_n = n < N
-        bias_n, up_bias_n, residual_n = n, n, ()
+        bias_n, up_bias_n = n, n
+        residual_n = ()  # type: Any
         if BIAS:
             bias_n = tl.load(bias_ptr + n, mask=live_n, other=0.0).to(tl.float32)
             if SILU:

@@ -1,10 +1,12 @@
-"""Measures the small-batch matrix kernels and the elementwise kernels on this machine's GPU.
+"""Measures the small-batch matrix kernels and the elementwise kernels on this machine's GPU, each alone.
 
     python -m funcllm.kernels.tune_gemv [--json FILE] [--rows 1,2,4,8] [--seconds 90] [--workers 12] [--inductor]
 
 Every figure is microseconds a launch inside a CUDA graph, the median of several replays. Weights are cycled through
 enough copies that none is found in the L2 cache; activations stay there, as in a decode step. Each configuration is
 checked against fp64 first. Kernels are compiled by worker processes into Triton's cache before anything is timed.
+
+What is fastest alone need not be so between its neighbours in a decode step: tune_chain.py measures that.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -61,6 +63,10 @@ CASES = (
     Case(name="0.6B gate_up", out_features=3072, size=1024, norm=True, silu=True),
     Case(name="0.6B down", out_features=1024, size=3072, residual=True),
     Case(name="0.6B head", out_features=151936, size=1024, wide=True),
+    Case(name="1.7B qkv", out_features=4096, size=2048, norm=True),
+    Case(name="1.7B o", out_features=2048, size=2048, residual=True),
+    Case(name="1.7B gate_up", out_features=6144, size=2048, norm=True, silu=True),
+    Case(name="1.7B down", out_features=2048, size=6144, residual=True),
     Case(name="8B qkv", out_features=6144, size=4096, norm=True),
     Case(name="8B o", out_features=4096, size=4096, residual=True),
     Case(name="8B gate_up", out_features=12288, size=4096, norm=True, silu=True),
@@ -76,16 +82,39 @@ CASES = (
 
 
 def candidates(case: Case, rows: int) -> list[GemvConfig]:
-    """The configurations worth timing: first the one chosen from sizes, then both kernels at several cuts."""
-    found = [choose_config(rows, case.out_features, case.size, case.silu)]
+    """The configurations worth timing: first the one chosen from sizes, then all kernels at several cuts."""
+    found = [choose_config(rows, case.out_features, case.size, case.silu, case.norm)]
     if rows <= (8 if case.out_features <= 2560 and not case.silu else 4):
-        found += _streaming(case, rows)
-    if rows >= 2:
-        found += _tensor_cores(case)
-    return list(dict.fromkeys(found))
+        found += streaming(case, rows)
+    found += persistent(case, rows)
+    return list(dict.fromkeys([*found, *tensor_cores(case)]))
 
 
-def _streaming(case: Case, rows: int) -> Iterator[GemvConfig]:
+_PERSISTENT_CUTS = ((16, 32, 8, 1), (16, 32, 8, 2), (16, 32, 16, 1), (16, 64, 4, 1), (16, 64, 8, 1), (8, 32, 16, 1))
+"""Columns of x and elements of a group a thread, warps a multiprocessor, groups ahead. The more columns, the fewer sums
+to exchange; the fewer warps, the fewer programs that read x; the product of the last three is in flight."""
+_PERSISTENT_VALUES = 96  # of x and the weight that a thread may hold, in registers of 32 bits
+
+
+def persistent(case: Case, rows: int) -> Iterator[GemvConfig]:
+    """Persistent streaming, up to 4 rows: what fits in registers."""
+    width, planes = next_power_of_2(case.size), 2 if case.silu else 1
+    if rows > 4 or width < 256:
+        return
+    for columns, share, warps, num_stages in _PERSISTENT_CUTS:
+        num_warps = max(1, min(16, width // (32 * columns)))
+        block_n, rest = divmod(32 * num_warps * share, width * planes)
+        held = share * (1 + num_stages) // 2 + rows * case.size // (32 * num_warps)
+        if rest or not block_n or held > _PERSISTENT_VALUES or (num_warps == 16 and share > 32 and rows > 1):
+            continue
+        programs = max(1, warps // num_warps)
+        yield GemvConfig(
+            block_n=block_n, num_warps=num_warps, num_stages=num_stages, programs_per_sm=programs, release="late"
+        )
+
+
+def streaming(case: Case, rows: int) -> Iterator[GemvConfig]:
+    """Streaming, whole rows or pieces of them."""
     width, planes = next_power_of_2(case.size), 2 if case.silu else 1
     for block_n in (1, 2, 4, 8, 16):
         for num_warps in (2, 4, 8, 16):
@@ -97,7 +126,8 @@ def _streaming(case: Case, rows: int) -> Iterator[GemvConfig]:
         yield GemvConfig(block_n=8 if not case.silu else 4, num_warps=4, block_k=1024, num_stages=3)
 
 
-def _tensor_cores(case: Case) -> Iterator[GemvConfig]:
+def tensor_cores(case: Case) -> Iterator[GemvConfig]:
+    """Tensor cores: tiles that fit in shared memory."""
     for block_n, num_warps, block_k, num_stages in (
         (16, 2, 256, 4),
         (16, 4, 512, 3),
@@ -222,7 +252,7 @@ def measure(case: Case, rows: int) -> dict[str, Any]:
         return row
     timed.sort(key=lambda pair: pair[0])
     best, config = timed[0]
-    chosen = choose_config(rows, case.out_features, case.size, case.silu)
+    chosen = choose_config(rows, case.out_features, case.size, case.silu, case.norm)
     row |= {"best": best, "config": config.packed(), "share": case.floor / best}
     row["chosen"] = next((spent for spent, other in timed if other == chosen), None)
     row["all"] = [[round(spent, 3), other.packed()] for spent, other in timed]
@@ -334,7 +364,7 @@ def _compile(jobs: Sequence[tuple[Case, int]]) -> None:
         for config in candidates(case, rows):
             try:
                 launch(case, given, given.weights[0], config, False)
-                if pdl and config == choose_config(rows, case.out_features, case.size, case.silu):
+                if pdl and config == choose_config(rows, case.out_features, case.size, case.silu, case.norm):
                     launch(case, given, given.weights[0], config, True)
             except Exception:
                 continue  # the timing process meets the same failure and reports it
@@ -398,7 +428,24 @@ def _print_table(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         if "best" in row and (row["chosen"] is None or row["best"] < 0.97 * row["chosen"]):
             case = cases[row["case"]]
-            print(f"    ({row['rows']}, {case.out_features}, {case.size}, {case.silu}): {unpacked(row['config'])},")
+            print(entry(case, row["rows"], unpacked(row["config"])))
+
+
+def entry(case: Case, rows: int, config: GemvConfig) -> str:
+    """A line for gemv_config.MEASURED."""
+    return f"    ({rows}, {case.out_features}, {case.size}, {case.silu}): {spelled(config)},"
+
+
+def spelled(config: GemvConfig) -> str:
+    """A configuration as Python that makes it, without what is as by default."""
+    given = [(field.name, getattr(config, field.name)) for field in fields(config)]
+    default = {field.name: field.default for field in fields(config)}
+    text = ", ".join(f"{name}={_quoted(value)}" for name, value in given if value != default[name])
+    return f"GemvConfig({text})"
+
+
+def _quoted(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _integers(text: str) -> list[int]:
