@@ -31,7 +31,8 @@ class GemvConfig:
 
     Where the caller asks for programmatic dependent launch: early_start: whether the kernel starts before its
     predecessor has ended. release: when its own successor may start: "early" (every program is running), "late" (every
-    program is at its last group of rows, or behind its products) or "never" (at its end). prefetch: groups of rows
+    program is at its last group of rows, or behind its products) or "never" (at its end). A successor starts once all
+    programs have let it, so never before the last wave, and fills what is free at that moment. prefetch: groups of rows
     (tensor cores: pieces, a power of two) that a program brings to the L2 cache before it waits, beyond those it loads.
     """
 
