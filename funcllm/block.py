@@ -76,9 +76,11 @@ def settle_mlp(stream: Stream, params: LayerParams, context: Context, /) -> tupl
 
 
 def dense(x: Tensor, params: LinearParams, context: Context, /) -> Tensor:
-    """x through a dense layer, by `context.layer.linear` or what stands for it in a small batch."""
+    """x through a dense layer, by `context.layer.linear` or what stands for it in a batch of this size."""
     if fusion.fits(fusion.SMALL_LINEAR, context):
         return context.kernels.small_linear(x, params.weight, params.bias)
+    if fusion.fits(fusion.AHEAD_LINEAR, context) and fusion.asks_ahead(params.weight, False, context):
+        return context.kernels.ahead_linear(x, params.weight, params.bias)
     return context.layer.linear(x, params.weight, params.bias, context)
 
 
@@ -137,7 +139,11 @@ def heads_of(qkv: Tensor, params: AttentionParams, cache: PyTree, context: Conte
 
 
 def mlp_of(x_td: Tensor, params: PyTree, context: Context, /) -> Tensor:
-    """The update of the feed-forward network, by the fused activation where it fits."""
+    """The update of the feed-forward network, by a fused activation where one fits."""
+    if fusion.fits(fusion.AHEAD_MLP, context) and fusion.asks_ahead(params.gate_up_proj.weight, True, context):
+        gate_up_proj = params.gate_up_proj
+        hidden_tf = context.kernels.ahead_linear(x_td, gate_up_proj.weight, gate_up_proj.bias, silu=True)
+        return dense(site("mlp.hidden", hidden_tf, context), params.down_proj, context)
     if fusion.fits(fusion.SILU_MUL, context):
         gate_up = dense(x_td, params.gate_up_proj, context)
         hidden_tf = site("mlp.hidden", context.kernels.silu_mul(gate_up), context)

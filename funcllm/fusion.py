@@ -18,6 +18,8 @@ from funcllm.sites import active
 from funcllm.types import Context, StepInputs
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from funcllm.config import ModelConfig
     from funcllm.group import Group
     from funcllm.kernels.bundle import Kernels
@@ -36,11 +38,17 @@ class Fused:
 SMALL_ELEMENTS = 1 << 23  # of the largest weight of a layer, up to which streaming kernels beat the matmul library
 
 
-def batch_class(inputs: StepInputs, small_rows: int) -> str:
-    """Which variant of the compiled units a step runs: "small" (at most `small_rows`), "decode" or "mixed"."""
+def batch_class(inputs: StepInputs, small_rows: int, ahead_rows: int = 0) -> str:
+    """Which variant of the compiled units a step runs: "mixed" with prompts, else by its rows, padding included.
+
+    "small": at most `small_rows`; "ahead": more, but at most `ahead_rows`; "decode": more than either.
+    """
     if inputs.chunks or not inputs.decode:
         return "mixed"
-    return "small" if inputs.token_ids_t.shape[0] <= small_rows else "decode"
+    rows = inputs.token_ids_t.shape[0]
+    if rows <= small_rows:
+        return "small"
+    return "ahead" if rows <= ahead_rows else "decode"
 
 
 def small_rows(config: ModelConfig, group: Group, kernels: Kernels) -> int:
@@ -54,6 +62,33 @@ def is_small(context: Context) -> bool:
     config = context.config
     widths = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
     return context.batch == "small" and all(width % (8 * context.group.size) == 0 for width in widths)
+
+
+def ahead_rows(config: ModelConfig, group: Group, kernels: Kernels) -> int:
+    """Up to how many decode rows some product of a layer is worth asking for its weight early; 0 if none is."""
+    if not kernels.fused & {AHEAD_LINEAR.name, AHEAD_MLP.name}:
+        return 0
+    hidden, ffn = config.hidden_size, config.intermediate_size // group.size
+    heads, kv_heads = config.num_heads // group.size, max(1, config.num_kv_heads // group.size)
+    products = (
+        ((heads + 2 * kv_heads) * config.head_dim, hidden, False),
+        (hidden, heads * config.head_dim, False),
+        (2 * ffn, hidden, False),
+        (ffn, hidden, True),
+        (hidden, ffn, False),
+    )
+    return max(kernels.row_limit(*sizes) for sizes in products)
+
+
+def is_ahead(context: Context) -> bool:
+    """Whether the step has so many rows that products of some sizes ask for their weights early."""
+    return context.batch == "ahead"
+
+
+def asks_ahead(weight: Tensor, silu: bool, context: Context) -> bool:
+    """Whether this product is worth asking for its weight early at any number of rows of the batch class "ahead"."""
+    rows, (out_features, size) = ahead_rows(context.config, context.group, context.kernels), weight.shape
+    return 0 < rows <= context.kernels.row_limit(out_features // 2 if silu else out_features, size, silu)
 
 
 EMBED = Fused(name="embed", stands_for=("embed",), swallows=("embed",))
@@ -70,7 +105,20 @@ SMALL_MLP = Fused(
     name="small_mlp", stands_for=("norm", "linear", "mlp"), swallows=("residual_mid", "mlp.hidden"), fits=is_small
 )
 SMALL_HEAD = Fused(name="small_head", stands_for=("norm", "head"), swallows=("final",), fits=is_small)
-ENTRIES = (EMBED, ADD_NORM, QK_NORM_ROPE_WRITE, SILU_MUL, SMALL_LINEAR, SMALL_QKV, SMALL_MLP, SMALL_HEAD)
+AHEAD_LINEAR = Fused(name="ahead_linear", stands_for=("linear",), fits=is_ahead)
+AHEAD_MLP = Fused(name="ahead_mlp", stands_for=("linear", "mlp"), fits=is_ahead)
+ENTRIES = (
+    EMBED,
+    ADD_NORM,
+    QK_NORM_ROPE_WRITE,
+    SILU_MUL,
+    SMALL_LINEAR,
+    SMALL_QKV,
+    SMALL_MLP,
+    SMALL_HEAD,
+    AHEAD_LINEAR,
+    AHEAD_MLP,
+)
 
 
 def fits(entry: Fused, context: Context) -> bool:

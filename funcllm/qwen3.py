@@ -194,7 +194,11 @@ def build(
     outside = layers.of(None)
     static: dict[str, Any] = {"config": config, "group": group, "kernels": kernels}
     keys = [value_key(record) for record in records]
-    few_rows = fusion.small_rows(config, group, kernels)
+    batch_class = functools.partial(
+        fusion.batch_class,
+        small_rows=fusion.small_rows(config, group, kernels),
+        ahead_rows=fusion.ahead_rows(config, group, kernels),
+    )
 
     @functools.cache
     def unit(kind: str, key: Any, batch: str) -> Unit:
@@ -204,7 +208,7 @@ def build(
         return run if _is_in_kernels(kind, record, facts) else transform(run, kind)
 
     def hidden(params: Params, cache: KVCache, inputs: StepInputs) -> tuple[Stream, KVCache, dict[str, Tensor]]:
-        batch = fusion.batch_class(inputs, few_rows)
+        batch = batch_class(inputs)
         frequencies_h = rope_frequencies(config, inputs.positions_t.device)
         stream, angles, captured = unit("embed", None, batch)(params, inputs, frequencies_h)
         new_cache = []
@@ -223,7 +227,7 @@ def build(
 
     def step(params: Params, cache: KVCache, inputs: StepInputs) -> tuple[StepOutputs, KVCache]:
         stream, cache, captured = hidden(params, cache, inputs)
-        run_final = unit("final", None, fusion.batch_class(inputs, few_rows))
+        run_final = unit("final", None, batch_class(inputs))
         token_ids_l, extras, recorded = run_final(stream, params, inputs)
         outputs = StepOutputs(
             token_ids_l=token_ids_l,

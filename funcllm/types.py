@@ -282,8 +282,8 @@ class Context:
     """What a layer function may read besides its arguments. Made anew for every call; nothing survives in it.
 
     `layer` is the record of functions resolved for this layer. `batch` is the batch class that this variant is compiled
-    for: "small" (few decode rows), "decode" (decode rows only) or "mixed". `captured` collects what sites record during
-    this call, `passed` the names of the active sites that were passed.
+    for: "small" (few decode rows), "ahead" (more), "decode" (decode rows only) or "mixed". `captured` collects what
+    sites record during this call, `passed` the names of the active sites that were passed.
     """
 
     config: ModelConfig

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcllm.kernels import cpu_step, fast, fused, gemv, ops, reference
+from funcllm.kernels import cpu_step, fast, fused, gemm, gemm_config, gemv, ops, reference
+
+
+def _none(out_features: int, in_features: int, silu: bool) -> int:
+    return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +24,8 @@ class Kernels:
     decode_inputs, advance: the kernels before and after a step; None: plain PyTorch, as funcllm/state.py has it.
     in_place: whether the ops that write the cache do so in place (the caches returned are those passed in).
     fused: names of the fused blocks (funcllm/fusion.py) that may use these kernels. small_rows: up to how many decode
-    rows a step counts as small. prefill, decode: the back ends in use, and why: for people, and part of the graph key.
+    rows a step counts as small. row_limit(outputs, inputs, silu): up to how many decode rows ahead_linear is worth it
+    for these sizes, or 0. prefill, decode: the back ends in use, and why: for people, and part of the graph key.
     """
 
     name: str
@@ -38,11 +43,13 @@ class Kernels:
     token_of: Callable[[Tensor], Tensor]
     small_linear: Callable[..., Tensor]
     add_norm_small_linear: Callable[..., tuple[Tensor, Tensor]]
+    ahead_linear: Callable[..., Tensor]
     decode_inputs: Callable[..., Any] | None = None
     advance: Callable[..., tuple[Tensor, Tensor]] | None = None
     in_place: bool = False
     fused: frozenset[str] = frozenset()
     small_rows: int = 0
+    row_limit: Callable[[int, int, bool], int] = _none
     prefill: str = "reference"
     decode: str = "reference"
     why: tuple[str, ...] = ()
@@ -64,6 +71,7 @@ REFERENCE = Kernels(
     token_of=reference.token_of,
     small_linear=reference.small_linear,
     add_norm_small_linear=reference.add_norm_small_linear,
+    ahead_linear=reference.small_linear,
 )
 """The plain PyTorch twin of every kernel: out of place, good under torch.func, the oracle of the fast versions."""
 
@@ -83,6 +91,7 @@ FAST = Kernels(
     token_of=fused.token_of,
     small_linear=gemv.small_linear,
     add_norm_small_linear=gemv.add_norm_small_linear,
+    ahead_linear=gemm.ahead_linear,
     in_place=True,
     fused=frozenset({"embed", "add_norm", "qk_norm_rope_write", "silu_mul"}),
     prefill=ops.TRITON,
@@ -106,6 +115,7 @@ writes anything but weights, so any kernel may stand before and behind it."""
 
 SMALL_BLOCKS = frozenset({"small_linear", "small_qkv", "small_mlp", "small_head"})
 SMALL_ROWS = 8
+AHEAD_BLOCKS = frozenset({"ahead_linear", "ahead_mlp"})
 
 
 def fast_kernels(device: torch.device, head_dim: int, dtype: torch.dtype, block_size: int) -> Kernels:
@@ -132,11 +142,28 @@ def fast_kernels(device: torch.device, head_dim: int, dtype: torch.dtype, block_
         bundle = replace(bundle, **_CHAINED)
     if dtype in (torch.bfloat16, torch.float16):
         bundle = replace(bundle, fused=FAST.fused | SMALL_BLOCKS, small_rows=SMALL_ROWS)
+        if torch.cuda.get_device_capability(device) >= (9, 0) and gemm_config.MEASURED:
+            bundle = _with_ahead_blocks(bundle, device)
     decode = "decode: Triton, split over the keys, grouped query heads"
     refusal = flash_refusal(device, head_dim, dtype)
     if refusal:
         return replace(bundle, why=(decode, f"prefill: Triton; {refusal}"))
     return replace(bundle, attend=fast.attend_flash, prefill=ops.FLASH, why=(decode, "prefill: flash-attn-4"))
+
+
+def _with_ahead_blocks(kernels: Kernels, device: torch.device) -> Kernels:
+    """The bundle with the products that are measured to be worth asking for their weights early.
+
+    Their counters live as long as the bundle; its launches run one after the other. The norm before a product lets it
+    start early.
+    """
+    return replace(
+        kernels,
+        fused=kernels.fused | AHEAD_BLOCKS,
+        add_rms_norm=partial(fused.add_rms_norm, pdl=True),
+        ahead_linear=partial(gemm.ahead_linear, counters_p=gemm.counters(device), pdl=True),
+        row_limit=gemm_config.row_limit,
+    )
 
 
 def without_flash(kernels: Kernels) -> Kernels:

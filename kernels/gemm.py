@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcllm.kernels import cpu
 from funcllm.kernels.fused import refuse_transforms, runs_on_cpu
-from funcllm.kernels.gemm_config import MAX_ROWS, MIN_ROWS, GemmConfig, unpacked
+from funcllm.kernels.gemm_config import MAX_ROWS, GemmConfig, unpacked
 from funcllm.kernels.ops_fused import ON_GPU, define
 
 if ON_GPU:
@@ -21,9 +21,9 @@ Optional = Tensor | tuple[()]
 
 
 def fits(rows: int, weight: Tensor) -> bool:
-    """Whether the kernel takes the product: 9 to 128 rows, a contiguous 16-bit weight with rows of whole 16 bytes."""
+    """Whether the kernel takes the product: 1 to 128 rows, a contiguous 16-bit weight with rows of whole 16 bytes."""
     narrow = weight.dtype in (torch.bfloat16, torch.float16)
-    return MIN_ROWS <= rows <= MAX_ROWS and narrow and weight.is_contiguous() and weight.shape[1] % 8 == 0
+    return 1 <= rows <= MAX_ROWS and narrow and weight.is_contiguous() and weight.shape[1] % 8 == 0
 
 
 def ahead_linear(

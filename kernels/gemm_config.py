@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-MIN_ROWS, MAX_ROWS = 9, 128  # fewer rows: gemv.py; more: the matmul library
+MAX_ROWS = 128  # more: the matmul library
 PADDED_ROWS = (16, 32, 64, 128)
 SHARED_SM90 = 232448  # bytes of shared memory that one program may take on sm_90
 RELEASES = ("never", "early", "late")

@@ -114,11 +114,13 @@ def swapped(layers: Layers, config: ModelConfig) -> list[dict[str, Any]]:
 
 
 def fused_blocks(model: Model, kernels: Kernels) -> list[dict[str, Any]]:
-    """For each layer the fused blocks in use: in decode steps of few rows, in other ones, in steps with prompts."""
+    """For each layer the fused blocks in use: in decode steps by their number of rows, in steps with prompts."""
     prompt = whole_inputs(torch.zeros(2, dtype=torch.int32), model.layers, {})
     steps = {"decode": (_decode_inputs(), "decode"), "prefill": (prompt, "mixed")}
     if fusion.small_rows(model.config, model.group, kernels):
         steps = {"small": (_decode_inputs(), "small"), **steps}
+    if fusion.ahead_rows(model.config, model.group, kernels):
+        steps["ahead"] = (_decode_inputs(), "ahead")
     rows = []
     for index in range(model.config.num_layers):
         record = model.layers.of(index)
@@ -275,11 +277,13 @@ def _fusion_lines(facts: dict[str, Any]) -> list[str]:
     groups: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for row in facts["fusion"]:
         decode, prefill = tuple(row["decode"]), tuple(row["prefill"])
-        groups.setdefault((decode, prefill, tuple(row.get("small", decode))), []).append(row["layer"])
+        small, ahead = (tuple(row.get(name, decode)) for name in ("small", "ahead"))
+        groups.setdefault((decode, prefill, small, ahead), []).append(row["layer"])
     lines = []
-    for (decode, prefill, small), numbers in groups.items():
+    for (decode, prefill, small, ahead), numbers in groups.items():
         where = f"fused in layers {layer_ranges(numbers)}:"
         few = "" if small == decode else f"; decode of few rows {_listed(small)}"
+        few += "" if ahead == decode else f"; decode of more rows {_listed(ahead)}"
         if decode == prefill:
             lines.append(f"{where} {_listed(decode)}{few}")
         else:

@@ -14,7 +14,8 @@ from funcllm import layers as defaults
 from funcllm.attention import paged_attention
 from funcllm.config import qwen3_config
 from funcllm.group import SINGLE, Group
-from funcllm.kernels.bundle import FAST, REFERENCE, SMALL_BLOCKS, Kernels
+from funcllm.kernels import gemm_config
+from funcllm.kernels.bundle import AHEAD_BLOCKS, FAST, REFERENCE, SMALL_BLOCKS, Kernels
 from funcllm.qwen3 import qwen3
 from funcllm.record import FUNCTIONS, Layers
 from funcllm.sites import LAYER_SITES, MODEL_SITES
@@ -24,7 +25,8 @@ from tests.tiny import tiny_config
 
 CONFIG = tiny_config(vocab_size=199, o_bias=True, qkv_bias=True, mlp_bias=True)
 NAMES = frozenset(entry.name for entry in fusion.ENTRIES)
-EVERY = replace(REFERENCE, fused=NAMES, small_rows=8)
+EVERY = replace(REFERENCE, fused=NAMES, small_rows=8, row_limit=lambda *sizes: 64)
+EVERY_AHEAD = replace(EVERY, small_rows=0)
 
 
 class Calls:
@@ -81,7 +83,7 @@ def _params(config: Any, layers: Layers, group: Group) -> Any:
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_each_entry_alone_means_what_the_composition_means(name: str) -> None:
     calls = Calls()
-    kernels = calls.bundle(replace(REFERENCE, fused=frozenset({name}), small_rows=8))
+    kernels = calls.bundle(replace(EVERY_AHEAD if name in AHEAD_BLOCKS else EVERY, fused=frozenset({name})))
     for fused, plain in zip(run(kernels), run(REFERENCE)):
         assert relative(fused, plain) < 1e-5
     plain_calls = Calls()
@@ -92,7 +94,7 @@ def test_each_entry_alone_means_what_the_composition_means(name: str) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_all_entries_together_mean_what_the_composition_means(tp: int) -> None:
     expected = run(REFERENCE, tp=tp)
-    for kernels in (EVERY, FAST):
+    for kernels in (EVERY, EVERY_AHEAD, FAST):
         for fused, plain in zip(run(kernels, tp=tp), expected):
             assert relative(fused, plain) < 1e-5
 
@@ -105,7 +107,7 @@ def test_the_default_bundles_fuse_nothing_or_what_they_say() -> None:
     calls = Calls()
     run(calls.bundle(FAST))
     assert set(calls.count) == always | {"embed_rows", "add_rms_norm", "qk_norm_rope_write", "silu_mul"}
-    assert SMALL_BLOCKS < NAMES
+    assert SMALL_BLOCKS | AHEAD_BLOCKS < NAMES
 
 
 def context_of(layer: Layers, batch: str = "small", kernels: Kernels = EVERY, config: Any = CONFIG) -> Context:
@@ -118,13 +120,17 @@ def fitting(layer: Layers, batch: str = "small", kernels: Kernels = EVERY, confi
     return {entry.name for entry in fusion.ENTRIES if fusion.fits(entry, context)}
 
 
-def test_all_entries_fit_the_default_layer_in_a_small_batch_and_the_large_ones_in_any() -> None:
-    assert fitting(Layers()) == NAMES
+BATCHES = {"small": NAMES - AHEAD_BLOCKS, "ahead": NAMES - SMALL_BLOCKS}
+
+
+def test_all_entries_fit_the_default_layer_in_their_batch_and_the_large_ones_in_any() -> None:
+    for batch, names in BATCHES.items():
+        assert fitting(Layers(), batch) == names
     for batch in ("decode", "mixed"):
-        assert fitting(Layers(), batch) == NAMES - SMALL_BLOCKS
+        assert fitting(Layers(), batch) == NAMES - SMALL_BLOCKS - AHEAD_BLOCKS
     assert fitting(Layers(), kernels=REFERENCE) == set()
     assert fitting(Layers(), kernels=FAST) == FAST.fused
-    assert fitting(Layers(), config=tiny_config(hidden_size=60)) == NAMES - SMALL_BLOCKS
+    assert fitting(Layers(), config=tiny_config(hidden_size=60)) == NAMES - SMALL_BLOCKS - AHEAD_BLOCKS
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in ("block", "sample")])
@@ -135,10 +141,13 @@ def test_a_swapped_function_takes_away_exactly_the_entries_that_contain_it(name:
         return default(*args)
 
     layers = Layers(**{name: swapped})
-    assert fitting(layers) == {entry.name for entry in fusion.ENTRIES if name not in entry.stands_for}
-    assert fitting(layers) != NAMES
-    for fused, plain in zip(run(EVERY, layers), run(REFERENCE)):
-        assert relative(fused, plain) < 1e-5
+    left = {entry.name for entry in fusion.ENTRIES if name not in entry.stands_for}
+    assert left != NAMES
+    for batch, names in BATCHES.items():
+        assert fitting(layers, batch) == left & names
+    for kernels in (EVERY, EVERY_AHEAD):
+        for fused, plain in zip(run(kernels, layers), run(REFERENCE)):
+            assert relative(fused, plain) < 1e-5
 
 
 @pytest.mark.parametrize("name", [*LAYER_SITES, "embed", "final"])
@@ -148,11 +157,13 @@ def test_a_touched_site_takes_away_exactly_the_entries_that_swallow_it(name: str
     site = name if is_outside else f"layers.0.{name}"
     layers = Layers().edit(site, lambda x, c: x * 1.5 + 0.1)
     resolved = layers.of(None if is_outside else 0)
-    assert fitting(resolved) == {entry.name for entry in fusion.ENTRIES if name not in entry.swallows}
-    assert fitting(layers.of(1)) == NAMES
+    left = {entry.name for entry in fusion.ENTRIES if name not in entry.swallows}
+    for batch, names in BATCHES.items():
+        assert fitting(resolved, batch) == left & names
+        assert fitting(layers.of(1), batch) == names
     assert fitting(Layers().capture(site).of(None if is_outside else 0)) == fitting(resolved)
     expected = run(REFERENCE, layers)
-    for kernels in (EVERY, FAST):
+    for kernels in (EVERY, EVERY_AHEAD, FAST):
         for fused, plain in zip(run(kernels, layers), expected):
             assert relative(fused, plain) < 1e-5
     assert max(relative(a, b) for a, b in zip(expected, run(REFERENCE))) > 1e-3
@@ -169,6 +180,9 @@ def test_the_batch_class_goes_by_rows_and_chunks() -> None:
     assert fusion.batch_class(driver.inputs, EVERY.small_rows) == "small"
     assert fusion.batch_class(driver.inputs, 1) == "decode"
     assert fusion.batch_class(driver.inputs, FAST.small_rows) == "decode"
+    assert fusion.batch_class(driver.inputs, EVERY.small_rows, 64) == "small"
+    assert fusion.batch_class(driver.inputs, 1, 2) == "ahead"
+    assert fusion.batch_class(driver.inputs, 0, 1) == "decode"
 
 
 def test_defaults_are_told_by_identity() -> None:
@@ -182,7 +196,7 @@ def test_fused_blocks_round_where_the_composition_rounds(dtype: torch.dtype) -> 
     """Bit for bit on the reference's twins: norm of the rounded sum, rounded activation, rounded rotation."""
     params = torch.utils._pytree.tree_map(lambda x: x.to(dtype), _params(CONFIG, Layers(), Group()))
     results = []
-    for kernels in (REFERENCE, replace(EVERY, fused=NAMES - {"small_head"})):
+    for kernels in (REFERENCE, replace(EVERY, fused=NAMES - {"small_head"}), EVERY_AHEAD):
         seen: list[Tensor] = []
         layers = Layers().edit("logits", lambda x, c, seen=seen: seen.append(x.clone()) or x)
         driver = Driver(qwen3(CONFIG, layers, kernels=kernels), params)
@@ -190,11 +204,38 @@ def test_fused_blocks_round_where_the_composition_rounds(dtype: torch.dtype) -> 
         driver.step([], [(1, 5)])
         driver.step([1, 0])
         results.append(seen)
-    for fused, plain in zip(*results):
-        assert torch.equal(fused, plain)
+    for plain, small, ahead in zip(*results):
+        assert torch.equal(small, plain)
+        assert torch.equal(ahead, plain)
 
 
 def test_small_blocks_are_left_to_models_with_small_weights() -> None:
     assert fusion.small_rows(qwen3_config("0.6b"), SINGLE, EVERY) == 8
     assert fusion.small_rows(qwen3_config("8b"), SINGLE, EVERY) == 0
     assert fusion.small_rows(qwen3_config("1.7b"), Group(0, 4), EVERY) == 8
+
+
+def test_products_ask_for_their_weights_early_where_they_are_measured_to_be_worth_it() -> None:
+    """Only sizes whose limit reaches that of the batch class; at tp 2 they are those of a shard."""
+    config = qwen3_config("0.6b")
+    limits = {(4096, 1024, False): 64, (3072, 1024, True): 64, (1024, 3072, False): 32, (2048, 1024, False): 16}
+    kernels = replace(EVERY_AHEAD, row_limit=lambda *sizes: limits.get(sizes, 0))
+    assert fusion.ahead_rows(config, SINGLE, kernels) == 64
+    assert fusion.ahead_rows(config, Group(0, 2), kernels) == 16
+    assert fusion.ahead_rows(config, SINGLE, replace(kernels, fused=NAMES - AHEAD_BLOCKS)) == 0
+    context = context_of(Layers(), "ahead", kernels, config)
+    weight = torch.empty(6144, 1024, device="meta")
+    assert fusion.asks_ahead(weight, True, context)
+    assert not fusion.asks_ahead(weight, False, context)
+    assert fusion.asks_ahead(weight[:4096], False, context)
+    assert not fusion.asks_ahead(torch.empty(1024, 3072, device="meta"), False, context)
+
+
+def test_no_product_asks_for_its_weight_early_unless_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = qwen3_config("0.6b")
+    bundle = replace(EVERY, row_limit=gemm_config.row_limit)
+    monkeypatch.setattr(gemm_config, "MEASURED", {})
+    assert fusion.ahead_rows(config, SINGLE, bundle) == fusion.ahead_rows(config, SINGLE, FAST) == 0
+    assert not fusion.asks_ahead(torch.empty(4096, 1024, device="meta"), False, context_of(Layers(), "ahead", bundle))
+    monkeypatch.setattr(gemm_config, "MEASURED", {(16, 4096, 1024, False): gemm_config.GemmConfig()})
+    assert fusion.ahead_rows(config, SINGLE, bundle) == 16
