@@ -29,6 +29,7 @@ from funcllm.qwen3 import param_specs
 from funcllm.record import Layers
 from funcllm.specs import init_params, named
 from funcllm.types import Context
+from tests.patience import patient
 from tests.tiny import tiny_config
 
 CONFIG = tiny_config(vocab_size=199, eos_token_ids=(), tie_word_embeddings=True)
@@ -246,7 +247,7 @@ def test_a_rank_killed_in_the_middle_of_generate() -> None:
         other = engine.submit(prompts()[1], GREEDY)
         with pytest.raises(EngineError, match="rank 1 was killed by SIGKILL"):
             engine.generate(prompts() * 2, replace(GREEDY, max_tokens=None))
-        assert time.monotonic() - killed[0] < 10  # 5 on an idle machine
+        assert time.monotonic() - killed[0] < patient(10)  # 5 on an idle machine
         with pytest.raises(EngineError, match="rank 1 was killed by SIGKILL"):
             engine.generate([[1]], GREEDY)
         assert engine.output(other).finish_reason in ("error", "length")
@@ -303,7 +304,7 @@ def test_a_script_without_a_guard_ships_its_functions(tmp_path: Path) -> None:
         [sys.executable, str(path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         env={**os.environ, "PYTHONPATH": root},
         cwd=tmp_path,
     )

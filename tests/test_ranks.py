@@ -24,9 +24,9 @@ from funcllm.launch import join, team
 from funcllm.launch.channel import Kind
 from funcllm.launch.errors import CallError, EngineError
 from funcllm.launch.ranks import Ranks, start_ranks
+from tests.patience import MOST, patient
 
-SOON = 5.0  # seconds within which all ranks must have ended
-SLACK = 5.0  # what a loaded machine may take on top
+SOON = 10.0  # seconds within which all ranks must have ended; about 5 are needed
 
 PLAN = np.array([1, 2, 3], np.int32)
 
@@ -75,8 +75,8 @@ def gone(process_id: int) -> bool:
         return True
 
 
-def assert_all_gone(process_ids: list[int], within: float = SOON + SLACK) -> None:
-    deadline = time.monotonic() + within
+def assert_all_gone(process_ids: list[int]) -> None:
+    deadline = time.monotonic() + patient(SOON)
     while time.monotonic() < deadline and not all(map(gone, process_ids)):
         time.sleep(0.02)
     left = [process_id for process_id in process_ids if not gone(process_id)]
@@ -85,9 +85,10 @@ def assert_all_gone(process_ids: list[int], within: float = SOON + SLACK) -> Non
 
 @contextlib.contextmanager
 def ends_soon() -> Iterator[None]:
-    start = time.monotonic()
+    start, limit = time.monotonic(), patient(SOON)
     yield
-    assert time.monotonic() - start < SOON + SLACK
+    seconds = time.monotonic() - start
+    assert seconds < SOON or seconds < max(limit, patient(SOON))
 
 
 def children() -> list[int]:
@@ -232,7 +233,7 @@ def test_a_rank_killed_during_a_collective_ends_all() -> None:
 def test_a_rank_killed_while_idle_is_noticed() -> None:
     with toys(2) as (ranks, workers):
         os.kill(workers[0], signal.SIGKILL)
-        deadline = time.monotonic() + SOON + SLACK
+        deadline = time.monotonic() + patient(SOON)
         while ranks.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert ranks.failure is not None
@@ -381,7 +382,7 @@ def test_a_call_that_raises_before_rank_0_has_begun_it_ends_the_engine_too(monke
 
         def send_and_wait(kind: Kind, body: Any) -> None:
             send(kind, body)
-            deadline = time.monotonic() + SOON + SLACK
+            deadline = time.monotonic() + patient(SOON)
             while not ranks._team.workers[0].replies and time.monotonic() < deadline:
                 time.sleep(0.01)
 
@@ -449,14 +450,13 @@ def test_a_result_that_cannot_be_read_is_an_error_of_that_call_alone() -> None:
         assert ranks.call(lambda toy: toy.group.rank) == [0, 1, 2]
 
 
-def test_an_error_of_rank_0_in_a_call_is_raised_at_once_as_it_is(pair: Ranks) -> None:
+def test_an_error_of_rank_0_in_a_call_is_raised_at_once_as_it_is(pair: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     def misfit(toy: Toy) -> None:
         raise RuntimeError("shapes do not fit")
 
-    start = time.monotonic()
+    monkeypatch.setattr(pair._team, "failed_within", lambda seconds: pytest.fail("it waits for the verdict on a death"))
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         pair.call(misfit)
-    assert time.monotonic() - start < 2.5  # no waiting for the verdict on a death
     assert pair.execute(PLAN).tolist() == [2, 4, 6]
 
 
@@ -626,14 +626,14 @@ def test_a_script_without_a_main_guard_ships_its_functions_and_their_globals(sta
         print(ranks.execute(np.array([5], np.int32)).tolist())
     """
     script = start_script(body)
-    output, errors = script.communicate(timeout=60)
+    output, errors = script.communicate(timeout=200)
     assert output == f"{[([4.0, 4.0], 3.0)] * 2}\n[10]\n", errors
     assert script.returncode == 0
 
 
 def test_code_without_a_file_that_never_closes_its_engine_works_and_ends(tmp_path: Path) -> None:
     body = "ranks = start_ranks(2, Toy)\nprint(ranks.call(lambda toy: toy.group.rank and os.getpid()))"
-    run = subprocess.run([sys.executable], input=HEAD + body, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    run = subprocess.run([sys.executable], input=HEAD + body, capture_output=True, text=True, timeout=200, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     zero, worker = run.stdout.strip("[]\n").split(",")
     assert zero == "0"
@@ -670,12 +670,11 @@ def test_no_process_is_left_however_rank_0_ends(start_script: StartScript, phase
     assert word == "worker"
     time.sleep(0.5)
     assert not gone(int(worker))
-    sent = time.monotonic()
-    os.killpg(script.pid, getattr(signal, name))
-    script.communicate(timeout=SOON + SLACK)
-    assert_all_gone([int(worker)], within=sent + SOON + SLACK - time.monotonic())
+    with ends_soon():
+        os.killpg(script.pid, getattr(signal, name))
+        script.communicate(timeout=MOST)
+        assert_all_gone([int(worker)])
     assert script.returncode != 0
-    assert time.monotonic() - sent < SOON + SLACK
 
 
 def test_the_command_line_ends_by_itself_when_rank_0_does_not_notice_a_death(start_script: StartScript) -> None:
@@ -685,7 +684,7 @@ def test_the_command_line_ends_by_itself_when_rank_0_does_not_notice_a_death(sta
     time.sleep(60)
     """
     script = start_script(body)
-    _, errors = script.communicate(timeout=60)
+    _, errors = script.communicate(timeout=200)
     assert "error: rank 1 was killed by SIGKILL" in errors
     assert script.returncode == 1
 
@@ -699,7 +698,7 @@ def test_torchruns_processes_serve_rank_0_and_end_in_their_own_time(tmp_path: Pa
     """
     path.write_text(HEAD + textwrap.dedent(body))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (run.stdout, run.returncode) == ("[10, 11] [8]\nrank 0 is done\n", 0), run.stderr
 
 
