@@ -83,6 +83,7 @@ def gemm(
         partials if counters_p is None else counters_p,
         x_td.stride(0),
         rows,
+        constants["PIECES"],
         **constants | {"ON_GPU": x_td.is_cuda and x_td.element_size() == 2},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -199,7 +200,7 @@ def _finish(
     tl.store(y_ptr + m_m1 * N + n_1n, tl.trans(y_nm), mask=(m_m1 < rows) & (n_1n < N))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "pieces"])
 def _gemm_kernel(
     x_ptr,
     weight_ptr,
@@ -209,6 +210,7 @@ def _gemm_kernel(
     counters_ptr,
     x_stride,
     rows,
+    pieces,  # PIECES, as the bound of a loop that is not to be unrolled
     N: tl.constexpr,
     K: tl.constexpr,
     BIAS: tl.constexpr,
@@ -259,7 +261,7 @@ def _gemm_kernel(
             xs = xs + (x_mk,)  # type: ignore[assignment]
         sums_nm = tl.dot(weights[i], tl.trans(_needed_here(xs[i], ON_GPU)), sums_nm, input_precision="ieee")
     if AHEAD < PIECES:
-        for later in tl.range(AHEAD, PIECES, num_stages=STAGES):
+        for later in tl.range(AHEAD, pieces, num_stages=STAGES):
             k = _columns(later, first, turn, PIECES, BLOCK_K, ROTATE)
             sums_nm = tl.dot(
                 _piece(weight_row_n1, k, K, EVEN, True),
@@ -291,7 +293,8 @@ def _gemm_kernel(
 def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """(name, kernel, signature, constants, options) of representative launches, to be compiled for sm_90 in tests."""
     signature = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "y_ptr"), "*bf16")
-    signature |= {"partials_ptr": "*fp32", "counters_ptr": "*i32", "x_stride": "i32", "rows": "i32"}
+    signature |= {"partials_ptr": "*fp32", "counters_ptr": "*i32"}
+    signature |= dict.fromkeys(("x_stride", "rows", "pieces"), "i32")
     cases: list[tuple[int, int, int, dict[str, bool], GemmConfig | None]] = [
         (64, 4096, 1024, {}, None),
         (16, 4096, 1024, {}, GemmConfig()),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcllm.kernels import gemm, gemm_config, reference
+from funcllm.kernels import gemm, gemm_config, reference, tune_gemm
 from funcllm.kernels.gemm_config import (
     PADDED_ROWS,
     SHARED_SM90,
@@ -240,6 +240,73 @@ def test_measured_configurations_come_first_and_say_up_to_how_many_rows(monkeypa
     assert row_limit(64, 512, True) == 0
 
 
+# --- the tuner -------------------------------------------------------------------------------------------------------
+
+
+@compiled
+@pytest.mark.parametrize("size", tune_gemm.SIZES.values(), ids=tune_gemm.SIZES)
+@pytest.mark.parametrize("rows", PADDED_ROWS)
+def test_the_tuner_tries_legal_configurations_only(size: tune_gemm.Size, rows: int) -> None:
+    for out_features, in_features, silu in size.products().values():
+        found = tune_gemm.candidates(rows, out_features, in_features, silu)
+        assert found[0] == choose_config(rows, out_features, in_features, silu)
+        assert len(found) >= 2
+        others = tune_gemm.variations(rows, in_features, found[-1])
+        assert len(others) >= 4
+        assert found[-1] not in others
+        for config in [*found, *others]:
+            assert shared_bytes(rows, config, in_features) <= SHARED_SM90
+            assert tiles_of(out_features, silu, config) * config.splits >= 32 or config == found[0]
+            assert eval(tune_gemm.spelled(config)) == config
+
+
+@compiled
+def test_the_tuner_keeps_what_saves_time_in_the_chain() -> None:
+    """gate_up saves 1 us, and 0.5 more when turned; qkv saves nothing; down saves less than is worth it; o costs."""
+    plain, turned = GemmConfig(), GemmConfig(rotate=True)
+    saved = {"gate_up": 1.0, "qkv": 0.0, "down": 0.01, "o": -1.0}
+
+    def timed(ways: tune_gemm.Ways) -> float:
+        gains = [saved[place] + (0.5 if way == turned else 0.0) for place, way in ways.items() if way is not None]
+        return 10 - sum(gains)
+
+    def varied(place: str, configs: Any) -> list[GemmConfig]:
+        assert list(configs) == [plain]
+        return [turned] if place == "gate_up" else []
+
+    best, least, spent = tune_gemm.search(lambda place: [plain], varied, timed)
+    assert best == {"gate_up": turned, "qkv": None, "down": None, "o": None}
+    assert least == pytest.approx(8.5)
+    assert [(time, config) for time, config in spent["gate_up"]] == [(8.5, turned), (9.0, plain)]
+    late, least, _ = tune_gemm.search(lambda place: [plain], varied, timed, lambda: True)
+    assert set(late.values()) == {None}
+    assert least == 10
+
+
+@compiled
+def test_the_tuners_chain_is_the_same_in_every_way() -> None:
+    size = tune_gemm.Size(name="tiny", layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, head_dim=16)
+    layers = tune_gemm.make_layers(size, 2, device="cpu")
+    chain = tune_gemm.make_chain(size, layers, 9)
+    library = tune_gemm.run(size, chain, dict.fromkeys(tune_gemm.PLACES))
+    ahead = tune_gemm.run(size, chain, dict.fromkeys(tune_gemm.PLACES, GemmConfig()))
+    assert library.shape == (9, 64)
+    assert library.float().std() > 1
+    assert ((ahead - library).norm() / library.norm()).item() < 2e-2
+    other = tune_gemm.run(size, chain._replace(layers=layers[:1]), dict.fromkeys(tune_gemm.PLACES))
+    assert not torch.allclose(other, library, rtol=0.1, atol=0.1)
+    assert tune_gemm.fault(size, chain, "gate_up", GemmConfig()) == ""
+    broken = tune_gemm.Layer({**layers[0].products, "o": layers[0].products["o"][:, :8]}, *layers[0][1:])
+    assert "Error" in tune_gemm.fault(size, chain._replace(layers=(broken,)), "o", GemmConfig())
+
+
+@compiled
+def test_the_tuner_needs_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tune_gemm.main(["0.6B"]) == 2
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
 # --- Triton without a GPU --------------------------------------------------------------------------------------------
 
 
@@ -291,7 +358,9 @@ def compiled_for_sm_90(
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in signature if name != "rows"}
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]] for name in signature if name.endswith(("_ptr", "stride"))
+    }
     source = ASTSource(
         kernel, {name: signature.get(name, "constexpr") for name in names}, constexprs=constants, attrs=aligned
     )
