@@ -29,9 +29,10 @@ OPTIONS: dict[str, Any] = {
 def compile_unit(unit: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The unit, compiled at its first call of each batch class.
 
-    In that call, counts that differ in meaning (tokens, decode rows, chunk rows, span) must differ in value and exceed
-    1, or the compiler takes them for one. Each unit gets a code object of its own: functions that share one share its
-    compiled variants, and on torch 2.11 run each other's.
+    In that call, counts that differ in meaning (tokens, decode rows, chunk rows, span) must differ in value, or the
+    compiler takes them for one. A step of a single token is a class of its own, as the compiler takes 1 for a constant.
+    Each unit gets a code object of its own: functions that share one share its compiled variants, and on torch 2.11 run
+    each other's.
     """
 
     def call(*args: Any) -> Any:
@@ -48,7 +49,8 @@ def compile_unit(unit: Callable[..., Any], name: str) -> Callable[..., Any]:
         if batch_class not in seen:
             seen.add(batch_class)
             for tensor in _counted_tensors(args):
-                torch._dynamo.mark_dynamic(tensor, 0)
+                if tensor.shape[0] > 1:
+                    torch._dynamo.mark_dynamic(tensor, 0)
         return compiled(*args)
 
     return run
@@ -100,6 +102,7 @@ def _batch_class(args: tuple[Any, ...]) -> tuple[Any, ...]:
     inputs = next(arg for arg in args if isinstance(arg, StepInputs))
     stream = next((arg for arg in args if isinstance(arg, Stream)), None)
     return (
+        inputs.token_ids_t.shape[0] == 1,
         bool(inputs.decode),
         bool(inputs.chunks),
         bool(inputs.sampling and inputs.sampling.filters),

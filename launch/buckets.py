@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-MIN_ROWS = 2  # a size of one would be specialised by the compiler
+MIN_ROWS = 2  # of a group in a mixed step: the compiler takes a size of 1 for a constant
 TOKEN_STEP = 16
 MIN_SPAN = 16
 
@@ -83,19 +83,16 @@ def captured_size(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def make_buckets(max_num_seqs: int, *, smallest: int = MIN_ROWS, captured_tokens: int = 0) -> Buckets:
-    """Decode buckets that reach exactly `max_num_seqs`. smallest=1 adds a bucket for a single sequence."""
+def make_buckets(max_num_seqs: int, *, captured_tokens: int = 0) -> Buckets:
+    """Decode buckets that reach exactly `max_num_seqs`."""
     if max_num_seqs < 1:
         raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
-    if smallest not in (1, MIN_ROWS):
-        raise ValueError(f"smallest={smallest} must be 1 or {MIN_ROWS}")
-    sizes = [size for size in (1, 2, 4, 8) if size >= smallest]
+    sizes = [1, 2, 4, 8]
     while sizes[-1] < max_num_seqs:
         step = next((step for up_to, step in _DECODE_STEPS if sizes[-1] < up_to), _COARSE_DECODE_STEP)
         sizes.append(sizes[-1] + step)
-    largest = max(max_num_seqs, smallest)
-    captured_tokens = captured_size(captured_tokens) if captured_tokens else 0
-    return Buckets(decode=(*(size for size in sizes if size < largest), largest), captured_tokens=captured_tokens)
+    decode = (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
+    return Buckets(decode=decode, captured_tokens=captured_size(captured_tokens) if captured_tokens else 0)
 
 
 def _power_of_two(value: int, smallest: int) -> int:

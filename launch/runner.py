@@ -50,7 +50,7 @@ from funcllm.weights.load import layer_sources, load_params, refill
 log = logging.getLogger("funcllm")
 
 _TINY_BLOCKS = 3
-_WARM_ROWS = (6, 24)  # one of each batch class; all the counts here differ
+_WARM_ROWS = (1, 6, 24)  # one of each batch class; all the counts here differ
 _WARM_MIXED = StepKey(decode_bucket=4, chunk_bucket=8, token_bucket=48, span=32)
 _PLAN_WORDS = 1 << 18  # of the static plan buffer; a larger plan takes a slower way
 
@@ -294,7 +294,8 @@ class Runner:
     def _new_ring(self) -> None:
         if self.on_gpu:
             buckets = self.options.buckets
-            served = buckets.decode[-1] + buckets.chunk_bucket(self.options.max_num_seqs)
+            largest = buckets.decode_bucket(buckets.decode[-1], mixed=True)
+            served = largest + buckets.chunk_bucket(self.options.max_num_seqs)
             max_rows = max(served, *_WARM_ROWS, _WARM_MIXED.decode_bucket + _WARM_MIXED.chunk_bucket)
             self._ring = OutputRing(self.options.depth + 3, max_rows, self.device)
 
@@ -336,7 +337,7 @@ class Runner:
         if options.compile or self.on_gpu:
             for filtered in (False, True):
                 self._trash_step(_WARM_MIXED._replace(filtered=filtered))
-                for rows in {max(MIN_ROWS, min(rows, buckets.decode[-1])) for rows in _WARM_ROWS}:
+                for rows in {min(max(rows, buckets.decode[0]), buckets.decode[-1]) for rows in _WARM_ROWS}:
                     self._trash_step(StepKey(rows, token_bucket=rows, filtered=filtered))
         if not self.on_gpu:
             return 0

@@ -268,7 +268,7 @@ def test_bench_runs_every_kind_of_job(tmp_path, byte_folder):
     assert [row["job"] for row in rows] == ["long40", "pre32", "host1", "host256", "start"]
     assert all(row["first"] > 0 and row["second"] > 0 for row in rows)
     assert all(close(row["share_of_limit"], row["floor"] / row["second"]) for row in rows[:2])
-    assert rows[0]["buckets"] == [2]
+    assert rows[0]["buckets"] == [1]
     assert rows[0]["model"] == str(byte_folder)
     assert {"imports", "load", "engine", "first step"} - set(rows[-1]) == {"imports"}
     assert rows[-1]["interpreter and imports"] < rows[-1]["second"]

@@ -12,12 +12,12 @@ from funcllm.launch.buckets import Buckets, make_buckets
 @pytest.mark.parametrize(
     ("max_num_seqs", "decode"),
     [
-        (1, (2,)),
-        (2, (2,)),
-        (3, (2, 3)),
-        (8, (2, 4, 8)),
-        (20, (2, 4, 8, 16, 20)),
-        (100, (2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100)),
+        (1, (1,)),
+        (2, (1, 2)),
+        (3, (1, 2, 3)),
+        (8, (1, 2, 4, 8)),
+        (20, (1, 2, 4, 8, 16, 20)),
+        (100, (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100)),
     ],
 )
 def test_decode_buckets_reach_exactly_the_largest_batch(max_num_seqs: int, decode: tuple[int, ...]) -> None:
@@ -31,11 +31,6 @@ def test_steps_grow_with_the_batch() -> None:
     assert decode[-1] == 512
 
 
-def test_a_bucket_for_a_single_sequence_is_an_option() -> None:
-    assert make_buckets(4, smallest=1).decode == (1, 2, 4)
-    assert make_buckets(1, smallest=1).decode == (1,)
-
-
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 7, 64, 100, 300])
 def test_every_batch_fits_the_smallest_bucket_that_holds_it(max_num_seqs: int) -> None:
     buckets = make_buckets(max_num_seqs)
@@ -46,7 +41,7 @@ def test_every_batch_fits_the_smallest_bucket_that_holds_it(max_num_seqs: int) -
 
 
 def test_a_mixed_step_has_two_decode_rows_at_least() -> None:
-    buckets = make_buckets(8, smallest=1)
+    buckets = make_buckets(8)
     assert [buckets.decode_bucket(rows, mixed=True) for rows in (0, 1, 2, 3)] == [2, 2, 2, 4]
     assert buckets.decode_bucket(1) == 1
 
@@ -94,14 +89,13 @@ def test_no_step_within_the_budget_is_larger_than_the_largest(budget: int, max_n
     assert max(sizes) == buckets.largest_tokens(budget)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [((0, 2), "max_num_seqs=0"), ((4, 3), "smallest=3")])
-def test_impossible_buckets_are_refused(arguments: tuple[int, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_buckets(arguments[0], smallest=arguments[1])
+def test_impossible_buckets_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_num_seqs=0"):
+        make_buckets(0)
 
 
 def test_buckets_are_a_static_fact() -> None:
-    assert hash(make_buckets(8)) == hash(Buckets(decode=(2, 4, 8)))
+    assert hash(make_buckets(8)) == hash(Buckets(decode=(1, 2, 4, 8)))
 
 
 def test_mixed_steps_that_may_be_captured_have_few_sizes() -> None:

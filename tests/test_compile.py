@@ -79,6 +79,7 @@ def warm_up(pair: tuple[Driver, Driver]) -> None:
     for filtered in (False, True):
         both(pair, [0] * 5, [(0, 0), (0, 0), (0, 0)], padding=17, span=7, filtered=filtered)
         both(pair, [0] * 5, filtered=filtered)
+        both(pair, [0], filtered=filtered)
 
 
 def test_compiled_equals_eager_and_compiles_nothing_after_the_warm_up() -> None:
@@ -88,12 +89,12 @@ def test_compiled_equals_eager_and_compiles_nothing_after_the_warm_up() -> None:
     before = num_compiled()
     warm_up(pair)
     compiled = num_compiled()
-    assert compiled - before == 2 + 2 + 4  # embed and layer by batch class, final also by whether it filters
+    assert compiled - before == 3 + 3 + 6  # embed and layer by batch class, final also by whether it filters
     lengths = {row: 2 + row for row in range(1, 15)}
     both(pair, [0, 0], [(row, min(5, lengths[row])) for row in range(1, 15)], padding=3, span=9, filtered=True)
     rest = [(row, lengths[row] - 5) for row in range(1, 15) if lengths[row] > 5]
     both(pair, [1, 2], rest, padding=9, span=16)
-    for batch in range(2, 13):
+    for batch in range(1, 13):
         both(pair, list(range(1, batch + 1)), filtered=batch % 2 == 0)
     for prompt in range(1, 41, 3):
         for driver in pair:

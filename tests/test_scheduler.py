@@ -378,7 +378,7 @@ def test_a_prompt_with_one_token_left_is_a_decode_row() -> None:
     steps.step()
     steps.scheduler.submit(_request(1, 9, sampling={"max_tokens": 1}))
     plan, events = steps.step()
-    assert (plan.decode_rows.tolist(), plan.chunk_bucket, plan.token_bucket) == ([plan.admissions[0].row], 0, 2)
+    assert (plan.decode_rows.tolist(), plan.chunk_bucket, plan.token_bucket) == ([plan.admissions[0].row], 0, 1)
     assert events[0].token_ids.tolist() == _tokens(1, 9, 1)
 
 
