@@ -90,8 +90,8 @@ class Team:
 
     def _interrupt(self) -> None:
         """Ctrl-C: while rank 0 waits in a collective, Python cannot act on it."""
-        guarding = self.guarding
-        if guarding is not None and (self._interrupted is None or self._interrupted[1] != guarding):
+        guarding, interrupted = self.guarding, self._interrupted  # the monitor changes them
+        if guarding is not None and (interrupted is None or interrupted[1] != guarding):
             self._interrupted = (time.monotonic() + _INTERRUPT_GRACE, guarding)
             self._wake()
 
@@ -157,7 +157,8 @@ class Team:
         deadline = time.monotonic() + (grace if well else 0.0)
         watchdog = threading.Timer(grace, self._free)
         watchdog.name, watchdog.daemon = "close watchdog", True
-        _start(watchdog)
+        if self.workers:
+            _start(watchdog)
         try:
             for worker in self.workers:
                 with contextlib.suppress(ChannelClosed):
