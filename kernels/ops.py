@@ -1,6 +1,7 @@
 """The cache and attention ops as torch ops `funcllm::write_kv` and `funcllm::attend`: opaque to the compiler.
 
 Schemas carry counts as tensor sizes only; scale, window, softcap and the prefill back end are static facts of a model.
+`attend` finds its counters at zero and leaves them so, hence they do not count as written; early is decode_attention's.
 fast.py wraps them and refuses transforms before it gets here. Triton is imported at the first CUDA call.
 """
 
@@ -22,7 +23,7 @@ LIBRARY.define("write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_ca
 LIBRARY.define(
     "attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? decode_table, Tensor? decode_lens, Tensor? chunk_table, "
     "Tensor? chunk_lens, Tensor? chunk_starts, Tensor? chunk_span, Tensor? sinks, float scale, int window, "
-    "float softcap, str prefill) -> Tensor"
+    "float softcap, str prefill, Tensor? counters=None, bool early=False) -> Tensor"
 )
 
 
@@ -53,6 +54,8 @@ def attend_cpu(
     window: int,
     softcap: float,
     prefill: str,
+    counters: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """What the op does on the CPU."""
     out = torch.empty(q.shape, dtype=q.dtype)
@@ -104,6 +107,8 @@ def _attend_cuda(
     window: int,
     softcap: float,
     prefill: str,
+    counters: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     _, decode, chunks = _triton()
     q = _dense_in_token(q)
@@ -121,6 +126,8 @@ def _attend_cuda(
             window=window,
             softcap=softcap,
             sinks_n=sinks,
+            counters_bk=counters,
+            early=early,
         )
     if batch == q.shape[0]:
         return out
@@ -173,6 +180,8 @@ def _attend_fake(
     window: int,
     softcap: float,
     prefill: str,
+    counters: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     return q.new_empty(q.shape)
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder
 
-from funcllm.kernels import attention_prefill, reference, tune
+from funcllm.kernels import attention_decode, attention_prefill, reference, tune
 from funcllm.kernels.attention_decode import DecodeConfig, choose_config, choose_splits, decode_attention
 from funcllm.kernels.attention_prefill import (
     PrefillConfig,
@@ -87,6 +91,153 @@ def test_trash_rows_leave_the_others_alone():
     padded = [torch.nn.functional.pad(table, (0, 0, 0, 2)), torch.cat([kv_lens, torch.ones(2, dtype=torch.int32)])]
     out = decode_attention(q, k_cache, v_cache, *padded, torch.empty(4, 4, 16), **options, config=config)
     assert torch.equal(out[:2], alone)
+
+
+VARIANTS = {
+    "one launch": {"one_launch": True},
+    "early": {"early": True, "pdl": True},
+    "prefetch": {"early": True, "prefetch": True, "pdl": True},
+    "prefetch, one launch": {"early": True, "prefetch": True, "one_launch": True},
+}
+VARIANT_CASES = (
+    "one split",
+    "five splits",
+    "eight splits, some empty",
+    "splits of two tiles at least",
+    "tile over many blocks",
+    "odd head dim",
+    "group above 16",
+    "window, split",
+    "softcap",
+    "sinks, split",
+    "bfloat16",
+)
+TRASH_ROWS = 2  # act as state row 0: one key, in block 0
+VARIANT_LENGTHS = (1, 70, 0, 17, 64)
+
+
+class Decode(NamedTuple):
+    """The tensors of a decode launch, trash rows at the end."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    table: Tensor
+    kv_lens: Tensor
+
+
+def decode_case(heads: Heads) -> Decode:
+    """Rows of VARIANT_LENGTHS and trash rows, whose block holds NaN."""
+    k_cache, v_cache, table, kv_lens = paged(heads, VARIANT_LENGTHS)
+    table = torch.nn.functional.pad(table, (0, 0, 0, TRASH_ROWS))
+    kv_lens = torch.nn.functional.pad(kv_lens, (0, TRASH_ROWS), value=1)
+    return Decode(heads.queries(len(kv_lens), "cpu"), k_cache, v_cache, table, kv_lens)
+
+
+def decoded(case: Decode, heads: Heads, config: DecodeConfig, counters_bk: Tensor | None = None) -> Tensor:
+    """What a launch writes into an output full of NaN."""
+    out = torch.full(case.q.shape, float("nan"), dtype=case.q.dtype)
+    options = sinks_or_none(heads.options("cpu"))
+    return decode_attention(*case, out, **options, counters_bk=counters_bk, config=config)
+
+
+@pytest.fixture(autouse=True)
+def no_early_start(monkeypatch):
+    """The interpreter runs one kernel after the other, so there is nothing to wait for."""
+    monkeypatch.setattr(attention_decode, "gdc_launch_dependents", lambda: None)
+    monkeypatch.setattr(attention_decode, "gdc_wait", lambda: None)
+
+
+@pytest.fixture
+def poisoned_scratch(monkeypatch):
+    """Partial results start as NaN, so that reading one that no split has written shows."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.mark.usefixtures("poisoned_scratch")
+@pytest.mark.parametrize("name", VARIANT_CASES)
+def test_decode_variants_equal_two_full_launches_bit_for_bit(name):
+    heads, config = DECODE_CASES[name]
+    case, counters = decode_case(heads), torch.zeros(len(VARIANT_LENGTHS) + TRASH_ROWS, heads.kv_heads + 3).int()
+    expected, live = decoded(case, heads, config), len(VARIANT_LENGTHS)
+    assert torch.isfinite(expected[:live]).all()
+    assert (expected[2] == 0).all()
+    for variant in ("one launch", "prefetch", "prefetch, one launch"):
+        out = decoded(case, heads, replace(config, **VARIANTS[variant]), counters)
+        assert torch.equal(out[:live], expected[:live]), variant
+        assert torch.isnan(out[live:]).all(), variant
+        assert (counters == 0).all(), variant
+
+
+@pytest.mark.usefixtures("poisoned_scratch")
+def test_only_the_last_split_combines():
+    heads, config = Heads(), DecodeConfig(tile=16, splits=5, one_launch=True)
+    case = decode_case(heads)
+    counters = torch.zeros(len(case.kv_lens), heads.kv_heads).int()
+    counters[1, 0] = 1  # as if a split had been counted before it wrote
+    out = decoded(case, heads, config, counters)
+    assert torch.isnan(out[1, : heads.heads // heads.kv_heads]).all()
+    assert torch.isfinite(out[1, heads.heads // heads.kv_heads :]).all()
+    assert counters[1, 0] == 1
+
+
+def test_one_launch_needs_counters_and_takes_one_launch(monkeypatch):
+    heads, config = Heads(), DecodeConfig(tile=16, splits=5, one_launch=True)
+    case, launches = decode_case(heads), []
+    constants = attention_decode.combine_constants
+    monkeypatch.setattr(attention_decode, "combine_constants", lambda *a: launches.append("second") or constants(*a))
+    expected = decoded(case, heads, config)
+    assert launches == ["second"]
+    out = decoded(case, heads, config, torch.zeros(len(case.kv_lens), heads.kv_heads).int())
+    assert launches == ["second"]
+    assert torch.equal(out[: len(VARIANT_LENGTHS)], expected[: len(VARIANT_LENGTHS)])
+
+
+EARLY_CASES = {
+    "five splits": (Heads(), DecodeConfig(tile=16, splits=5)),
+    "tile inside a block": (Heads(block_size=64, head_dim=80), DecodeConfig(tile=16, splits=2)),
+    "one split": (Heads(window=20, sinks=True), DecodeConfig(tile=32, splits=1)),
+}
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "one launch"])
+@pytest.mark.parametrize(("heads", "config"), EARLY_CASES.values(), ids=EARLY_CASES)
+def test_decode_reads_before_the_wait_only_what_is_there(heads, config, variant, monkeypatch):
+    """Whenever a program starts, queries and each row's newest key and value become NaN, and without prefetch all keys
+    and the lengths wrong as well; they are right from its wait on."""
+    case, config = decode_case(heads), replace(config, **VARIANTS[variant])
+    expected, whole = decoded(case, heads, config), Decode(*(x.clone() for x in case))
+    used = [(row, length - 1) for row, length in enumerate(case.kv_lens.tolist()) if length > 0]
+    newest = [(int(whole.table[row, at // heads.block_size]), at % heads.block_size) for row, at in used]
+    start, waits = interpreter_builder.set_grid_idx, []
+
+    def program_starts(*index):
+        case.q.fill_(float("nan"))
+        for cache in (case.k_cache, case.v_cache):
+            for block, offset in newest:
+                cache[block, offset] = float("nan")
+        if not config.prefetch:
+            case.k_cache.fill_(float("nan"))
+            case.kv_lens.fill_(3)
+        start(*index)
+
+    def program_waits():
+        waits.append(interpreter_builder.grid_idx)
+        for written, right in zip(case, whole):
+            written.copy_(right)
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", program_starts)
+    monkeypatch.setattr(attention_decode, "gdc_wait", program_waits)
+    out = decoded(case, heads, config, torch.zeros(len(case.kv_lens), heads.kv_heads).int())
+    assert torch.equal(out[: len(VARIANT_LENGTHS)], expected[: len(VARIANT_LENGTHS)])
+    every_row = {(kv_head, row, 0) for kv_head in range(heads.kv_heads) for row in range(len(case.kv_lens))}
+    assert every_row <= set(waits)
 
 
 PREFILL_CASES = {
