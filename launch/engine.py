@@ -503,7 +503,7 @@ class Engine:
             for extra in self.layers.extras
             if extra.affects_kv and extras[extra.name] != _extra_bytes(extra, {})
         }
-        salt = {} if params.cache_salt is None else {"salt": params.cache_salt.encode()}
+        salt = {} if params.cache_salt is None else {"salt": params.cache_salt.encode("utf-8", "surrogatepass")}
         versions = {"layers": str(self._layers_version).encode(), "weights": str(self.weight_version).encode()}
         return prefix_tag({**changed, **salt, **versions})
 

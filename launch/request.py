@@ -21,7 +21,8 @@ Ints = npt.NDArray[np.int32]
 RequestId = int | str
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-MAX_TOP_K = 2**31 - 1
+MAX_TOP_K = MAX_TOKEN_ID = 2**31 - 1
+MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 
 _NEUTRAL_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _NOT_SUPPORTED_YET: Mapping[str, tuple[Any, ...]] = {
@@ -76,7 +77,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, neutral in _NOT_SUPPORTED_YET.items():
             _refuse_unsupported(name, getattr(self, name), neutral)
-        _check_float("temperature", self.temperature, low=0.0, rule="a number of at least 0; 0 is greedy")
+        rule = f"a number of at least 0 and at most {MAX_TEMPERATURE:.2g}; 0 is greedy"
+        _check_float("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE, rule=rule)
         _check_int("top_k", self.top_k, low=-1, rule="an integer of at least 1, or 0 or -1 for off")
         _check_float("top_p", self.top_p, low=0.0, high=1.0, open_low=True, rule="above 0 and at most 1; 1 is off")
         _check_float("min_p", self.min_p, low=0.0, high=1.0, rule="between 0 and 1; 0 is off")
@@ -135,7 +137,8 @@ def resolve(
         name: _choose(getattr(params, name), defaults.get(name), neutral) for name, neutral in _NEUTRAL_DEFAULTS.items()
     }
     SamplingParams(**values)  # the defaults obey the same rules
-    stop_ids = tuple(dict.fromkeys([*(() if params.ignore_eos else eos_ids), *(params.stop_token_ids or ())]))
+    eos_ids = [] if params.ignore_eos else [i for i in eos_ids if 0 <= i <= MAX_TOKEN_ID]  # others are no token's
+    stop_ids = tuple(dict.fromkeys([*eos_ids, *(params.stop_token_ids or ())]))
     if len(stop_ids) > MAX_STOP_IDS and params.min_tokens:
         raise ValueError(
             f"min_tokens={params.min_tokens} with {len(stop_ids)} stop ids (EOS included) is not supported yet; "
@@ -270,8 +273,8 @@ def _stop_token_ids(ids: Any) -> tuple[int, ...]:
     if ids is None:
         return ()
     is_list = isinstance(ids, (Sequence, set, frozenset)) and not isinstance(ids, (str, bytes))
-    if not is_list or any(not _is_int(token_id) or token_id < 0 for token_id in ids):
-        raise ValueError(f"stop_token_ids={ids!r} must be a list of token ids of at least 0")
+    if not is_list or any(not _is_int(token_id) or not 0 <= token_id <= MAX_TOKEN_ID for token_id in ids):
+        raise ValueError(f"stop_token_ids={ids!r} must be a list of token ids, from 0 to {MAX_TOKEN_ID}")
     return tuple(int(token_id) for token_id in ids)
 
 

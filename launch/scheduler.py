@@ -81,7 +81,7 @@ class _Sequence:
 
     @property
     def min_length(self) -> int:
-        return len(self.request.prompt_ids) + self.request.sampling.min_tokens
+        return min(len(self.request.prompt_ids) + self.request.sampling.min_tokens, self.limit)
 
 
 class _Rows(NamedTuple):

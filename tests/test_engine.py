@@ -447,6 +447,14 @@ def test_min_tokens_forbids_every_stop_id_before(forced: Engine) -> None:
     assert forced.generate([[5]], both)[0].token_ids == [259, 0, 258]
 
 
+def test_min_tokens_beyond_every_length_runs_to_the_limit() -> None:
+    with start(max_model_len=20) as engine:
+        endless = SamplingParams(temperature=0.0, min_tokens=2**40, max_tokens=None, stop_token_ids=[2**31 - 1])
+        (output,) = engine.generate([prompt(5)], endless)
+        assert (len(output.token_ids), output.finish_reason) == (15, "length")
+        assert output.token_ids == by_hand(prompt(5), 15)
+
+
 def test_ignore_eos_leaves_the_users_own_stop_ids(forced: Engine) -> None:
     outputs = forced.generate(
         [[5]] * 2,

@@ -22,7 +22,7 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("temperature", [-0.1, NAN, float("inf"), "0.5", True, [1]]),
+        ("temperature", [-0.1, NAN, float("inf"), 3.5e38, "0.5", True, [1]]),
         ("top_k", [-2, 1.5, "3", True, NAN]),
         ("top_p", [0, 0.0, 1.1, -0.5, NAN, "1", False]),
         ("min_p", [-0.1, 1.5, NAN, "0", True]),
@@ -30,7 +30,7 @@ NAN = float("nan")
         ("max_tokens", [0, -1, 1.0, "16", True]),
         ("min_tokens", [-1, 1.5, None, "1", True, 17]),
         ("stop", ["", ["a", ""], 5, [1], b"a"]),
-        ("stop_token_ids", [5, [-1], ["1"], [1.5], [True], "12"]),
+        ("stop_token_ids", [5, [-1], [2**31], ["1"], [1.5], [True], "12"]),
         ("ignore_eos", [1, "yes", None]),
         ("skip_special_tokens", [0]),
         ("detokenize", ["no"]),
@@ -83,6 +83,11 @@ def test_numpy_numbers_are_numbers() -> None:
     resolved = resolve(params, {}, [])
     assert (resolved.temperature, resolved.top_k, resolved.max_tokens, resolved.seed) == (0.5, 3, 7, -5)
     assert [type(x) for x in (resolved.temperature, resolved.top_k, resolved.max_tokens)] == [float, int, int]
+
+
+def test_an_eos_id_that_no_token_has_is_passed_over() -> None:
+    resolved = resolve(SamplingParams(stop_token_ids=[2**31 - 1]), {}, [2**31, 7, -1])
+    assert resolved.stop_ids == (7, 2**31 - 1)
 
 
 def test_stop_is_a_string_or_a_list() -> None:
