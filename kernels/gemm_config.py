@@ -31,6 +31,9 @@ class GemmConfig:
     while ahead ones are multiplied. splits: programs that share the columns of a tile; the last one to arrive adds up.
     rotate: programs start at different pieces, so that they do not all ask for the same lines of x at once.
 
+    rings: the kernel of gluon_gemm.py, in which all copies are asynchronous: the weight goes through a ring of `ahead`
+    pieces in shared memory, x through one of `x_ahead`, at least 2 and not more than `ahead`; there are no stages.
+
     early_start: whether the kernel starts before its predecessor has ended, where the caller allows it. release: when
     its own successor may start: "early" (every program has asked for its first weights), "late" (every program has
     multiplied) or "never" (at its end). prefetch: pieces behind the ahead ones that are brought to the L2 cache before
@@ -46,6 +49,7 @@ class GemmConfig:
     splits: int = 1
     prefetch: int = 0
     rotate: bool = False
+    rings: bool = False
     early_start: bool = True
     release: Release = "early"
 
@@ -62,7 +66,7 @@ H200; see tune_gemm.py. Sizes that are not here are not used by a model."""
 
 def unpacked(config: list[int]) -> GemmConfig:
     """The configuration that `packed` gave."""
-    *numbers, rotate, early_start, release = config
+    *numbers, rotate, rings, early_start, release = config
     block_n, block_k, num_warps, ahead, x_ahead, num_stages, splits, prefetch = numbers
     return GemmConfig(
         block_n=block_n,
@@ -74,6 +78,7 @@ def unpacked(config: list[int]) -> GemmConfig:
         splits=splits,
         prefetch=prefetch,
         rotate=bool(rotate),
+        rings=bool(rings),
         early_start=bool(early_start),
         release=RELEASES[release],  # type: ignore[arg-type]
     )
@@ -114,6 +119,8 @@ def shared_bytes(rows: int, config: GemmConfig, in_features: int, element_size: 
     """Bytes of shared memory that the operands of a program take, about."""
     pieces = pieces_of(in_features, config)
     weight, x = (count * config.block_k * element_size for count in (config.block_n, padded_rows(rows)))
+    if config.rings:
+        return min(config.ahead, pieces) * weight + min(config.ahead, config.x_ahead, pieces) * x
     ahead = min(config.ahead, pieces) * weight + x
     return ahead if pieces <= config.ahead else max(ahead, (config.num_stages + 1) * (weight + x))
 

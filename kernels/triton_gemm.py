@@ -19,6 +19,7 @@ counter differs from 0 between launches.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -73,8 +74,14 @@ def gemm(
         if counters_p is None or counters_p.numel() < tiles or counters_p.dtype != torch.int32:
             raise ValueError(f"{tiles} tiles need as many int32 counters; got {counters_p}")
         partials = torch.empty(tiles * config.splits * config.block_n * padded, dtype=torch.float32, device=x_td.device)
+    if config.rings and not (size % 16 == 0 and x_td.element_size() == 2 and x_td.is_cuda and rings_work()):
+        config = replace(config, rings=False, x_ahead=min(config.x_ahead, 3))
+    if config.rings and (x_td.stride(0) % 16 or x_td.data_ptr() % 16):
+        x_td = x_td.contiguous()
     constants = gemm_constants(rows, out_features, size, bias=bias_o is not None, silu=silu, pdl=pdl, config=config)
-    _gemm_kernel[(tiles * config.splits,)](
+    if not x_td.is_cuda or x_td.element_size() != 2:
+        constants["ON_GPU"] = False
+    kernel_of(config)[(tiles * config.splits,)](
         x_td,
         weight_od,
         weight_od if bias_o is None else bias_o,
@@ -84,7 +91,7 @@ def gemm(
         x_td.stride(0),
         rows,
         constants["PIECES"],
-        **constants | {"ON_GPU": x_td.is_cuda and x_td.element_size() == 2},
+        **constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=True,
@@ -106,7 +113,7 @@ def gemm_constants(
     """The compile-time arguments of a launch on a GPU."""
     pieces = pieces_of(size, config)
     ahead = min(config.ahead, pieces)
-    return {
+    constants = {
         "N": out_features,
         "K": size,
         "BIAS": bias,
@@ -118,13 +125,33 @@ def gemm_constants(
         "SPLITS": config.splits,
         "AHEAD": ahead,
         "X_AHEAD": min(config.x_ahead, ahead),
-        "STAGES": config.num_stages,
-        "PREFETCH": min(config.prefetch, pieces - ahead) if pdl else 0,
         "ROTATE": config.rotate and pieces > 1,
         "PDL": pdl and config.early_start,
         "RELEASE": RELEASES.index(config.release) if pdl else 0,
-        "ON_GPU": True,
     }
+    if config.rings:
+        return constants | {"WARPS": config.num_warps}
+    prefetch = min(config.prefetch, pieces - ahead) if pdl else 0
+    return constants | {"STAGES": config.num_stages, "PREFETCH": prefetch, "ON_GPU": True}
+
+
+@functools.cache
+def rings_work() -> bool:
+    """Whether this Triton has what gluon_gemm.py needs; Gluon changes from one version to the next."""
+    try:
+        from funcllm.kernels import gluon_gemm
+    except (ImportError, AttributeError):
+        return False
+    return gluon_gemm.gemm_kernel is not None
+
+
+def kernel_of(config: GemmConfig) -> Any:
+    """The kernel that a configuration is for."""
+    if config.rings:
+        from funcllm.kernels import gluon_gemm
+
+        return gluon_gemm.gemm_kernel
+    return _gemm_kernel
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -306,11 +333,23 @@ def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], d
         (64, 1000, 2312, {}, None),
         (64, 12288, 4096, {"silu": True}, GemmConfig(ahead=4, num_stages=4, prefetch=3, rotate=True, release="late")),
         (32, 4096, 4096, {}, GemmConfig(block_n=128, num_warps=8, ahead=4, splits=4)),
+        (64, 4096, 1024, {}, GemmConfig(ahead=8, x_ahead=5, rings=True)),
+        (64, 3072, 1024, {"silu": True, "bias": True}, GemmConfig(block_k=64, ahead=16, x_ahead=8, rings=True)),
+        (16, 1024, 3072, {}, GemmConfig(ahead=3, x_ahead=3, splits=8, rings=True)),
+        (
+            128,
+            1000,
+            2320,
+            {"bias": True},
+            GemmConfig(block_k=64, ahead=6, x_ahead=4, splits=2, rotate=True, rings=True),
+        ),
+        (32, 6144, 4096, {}, GemmConfig(block_n=128, block_k=64, num_warps=8, ahead=9, x_ahead=6, rings=True)),
     ]
     variants: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
     for rows, out_features, size, parts, given in cases:
         config = given or choose_config(rows, out_features, size, parts.get("silu", False))
         constants = gemm_constants(rows, out_features, size, **parts, pdl=True, config=config)
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        variants.append((f"gemm-{rows}x{out_features}x{size}", _gemm_kernel, signature, constants, options))
+        name = f"{'rings' if config.rings else 'gemm'}-{rows}x{out_features}x{size}"
+        variants.append((name, kernel_of(config), signature, constants, options))
     return variants

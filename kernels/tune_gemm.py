@@ -113,6 +113,7 @@ def _cuts(rows: int, out_features: int, in_features: int, silu: bool) -> Iterato
             block_k = 128 if padded <= 64 else 64
             config = GemmConfig(block_n=block_n, block_k=block_k, num_warps=num_warps, splits=splits)
             yield from _depths(padded, in_features, replace(config, x_ahead=3 if padded <= 64 else 2))
+            yield from _rings(padded, in_features, replace(config, rings=True))
 
 
 def _depths(padded: int, in_features: int, config: GemmConfig) -> Iterator[GemmConfig]:
@@ -127,23 +128,45 @@ def _depths(padded: int, in_features: int, config: GemmConfig) -> Iterator[GemmC
         yield from [c for c in looped if shared_bytes(padded, c, in_features) <= limit][-1:]
 
 
+def _rings(padded: int, in_features: int, config: GemmConfig) -> Iterator[GemmConfig]:
+    """As much of the weight ahead as leaves room for four pieces of x, and then as much of x as fits."""
+    pieces = pieces_of(in_features, config)
+    for limit in (_SHARED, _SHARED // 2):
+        depths = [replace(config, ahead=n, x_ahead=min(4, n)) for n in range(min(2, pieces), pieces + 1)]
+        fitting = [c for c in depths if shared_bytes(padded, c, in_features) <= limit]
+        if fitting:
+            longer = [replace(fitting[-1], x_ahead=n) for n in range(fitting[-1].x_ahead, fitting[-1].ahead + 1)]
+            yield [c for c in longer if shared_bytes(padded, c, in_features) <= limit][-1]
+        if fitting and fitting[-1].ahead == pieces:
+            return
+
+
 def variations(rows: int, in_features: int, config: GemmConfig) -> list[GemmConfig]:
     """A configuration with one thing changed."""
-    pieces = pieces_of(in_features, config)
     changed = [
         replace(config, rotate=True),
         replace(config, release="late"),
         replace(config, x_ahead=max(1, config.x_ahead - 1)),
         replace(config, x_ahead=config.x_ahead + 1),
+        replace(config, ahead=config.ahead - 1),
         replace(config, early_start=False),
         replace(config, num_stages=config.num_stages + 1),
     ]
-    if config.ahead >= pieces and config.block_k == 64:
-        changed.append(replace(config, block_k=128, ahead=-(-pieces // 2), x_ahead=1))
-    if config.ahead >= pieces and config.block_k == 128:
-        changed.append(replace(config, block_k=64, ahead=2 * pieces, x_ahead=2 * config.x_ahead))
-    legal = [c for c in changed if shared_bytes(rows, c, in_features) <= _SHARED]
-    return [c for c in dict.fromkeys(legal) if c != config and (pieces > c.ahead or c.num_stages == config.num_stages)]
+    if config.block_k == 64:
+        changed.append(replace(config, block_k=128, ahead=-(-config.ahead // 2), x_ahead=-(-config.x_ahead // 2)))
+    if config.block_k == 128:
+        changed.append(replace(config, block_k=64, ahead=2 * config.ahead, x_ahead=2 * config.x_ahead))
+    return [c for c in dict.fromkeys(changed) if c != config and _is_useful(rows, in_features, c)]
+
+
+def _is_useful(rows: int, in_features: int, config: GemmConfig) -> bool:
+    """Whether a configuration is legal, and not another spelling of a simpler one."""
+    pieces, least = pieces_of(in_features, config), GemmConfig().num_stages
+    if config.ahead > pieces or config.x_ahead > config.ahead or (config.rings and config.x_ahead < min(2, pieces)):
+        return False
+    if config.num_stages != least and (config.rings or config.ahead == pieces):
+        return False
+    return shared_bytes(rows, config, in_features) <= _SHARED
 
 
 def first_jobs(size: Size, counts: Sequence[int]) -> list[tuple[str, int, GemmConfig]]:

@@ -26,6 +26,7 @@ from funcllm.kernels.gemm_config import (
     tiles_of,
     unpacked,
 )
+from tests.gluon_on_cpu import Machine, Pointer, launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting process of test_interpreted")
@@ -181,6 +182,91 @@ def test_fits_names_what_the_kernel_takes() -> None:
     assert not gemm.fits(9, weight[:, :12].contiguous())
 
 
+# --- asynchronous copies ---------------------------------------------------------------------------------------------
+
+RINGS = {
+    "whole": GemmConfig(block_n=16, block_k=32, ahead=8, x_ahead=8, rings=True),
+    "short of x": GemmConfig(block_n=16, block_k=16, ahead=16, x_ahead=2, rings=True, release="late"),
+    "short of both, turned": GemmConfig(block_n=32, block_k=16, ahead=3, x_ahead=3, rings=True, rotate=True),
+    "short of both, unequal": GemmConfig(block_n=16, block_k=16, ahead=5, x_ahead=2, rings=True, release="never"),
+    "one piece": GemmConfig(block_n=16, block_k=256, ahead=4, x_ahead=4, rings=True),
+    "split": GemmConfig(block_n=16, block_k=16, ahead=3, x_ahead=2, splits=3, rings=True),
+}
+
+
+def on_rings(
+    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, config: GemmConfig, backwards: bool = False
+) -> tuple[Tensor, Tensor, list[list[str]]]:
+    """(the product by the kernel's own code on the CPU, its counters, what each program did)."""
+    from funcllm.kernels import gluon_gemm, triton_gemm
+
+    rows, size = x.shape
+    out_features = weight.shape[0] // (2 if silu else 1)
+    constants = triton_gemm.gemm_constants(
+        rows, out_features, size, bias=bias is not None, silu=silu, pdl=True, config=config
+    )
+    tiles = tiles_of(out_features, silu, config)
+    y, counters = torch.full((rows, out_features), float("nan"), dtype=x.dtype), torch.zeros(tiles, dtype=torch.int32)
+    partials = torch.full((tiles * config.splits * config.block_n * padded_rows(rows),), float("nan"))
+    arguments = {
+        "x_ptr": Pointer(
+            x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0), x.storage_offset()
+        ),
+        "weight_ptr": Pointer(weight.flatten()),
+        "bias_ptr": Pointer(weight.flatten() if bias is None else bias),
+        "y_ptr": Pointer(y.view(-1)),
+        "partials_ptr": Pointer(partials),
+        "counters_ptr": Pointer(counters),
+        "x_stride": x.stride(0),
+        "rows": rows,
+        "pieces": constants["PIECES"],
+        **constants,
+    }
+    programs = list(range(tiles * config.splits))
+    events = launch(gluon_gemm, "gemm_kernel", programs[::-1] if backwards else programs, arguments)
+    return y, counters, events
+
+
+@compiled
+@pytest.mark.parametrize("config", RINGS.values(), ids=RINGS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "size", "silu", "biased"), [(9, 96, False, True), (17, 136, True, True)])
+def test_rings_equal_the_composition(
+    config: GemmConfig, dtype: torch.dtype, rows: int, size: int, silu: bool, biased: bool
+) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    x, weight, bias = inputs(rows, 21, size, dtype, silu)
+    y, counters, events = on_rings(x, weight, bias if biased else None, silu, config)
+    assert_close(y, composed(x, weight, bias if biased else None, silu))
+    assert not counters.any()
+    again, _, _ = on_rings(x, weight, bias if biased else None, silu, config, backwards=True)
+    assert torch.equal(again, y)
+    ahead = min(config.ahead, pieces_of(size, config))
+    for event in events:
+        assert event.index("wait") == ahead + (config.release == "early")
+        assert event[:ahead] == ["ask for weight"] * ahead
+        assert event.count("ask for weight") == event.count("ask for x") == pieces_of(size, config)
+        assert event.count("release") == (config.release != "never")
+
+
+@compiled
+def test_the_cpus_run_of_rings_sees_a_wait_that_is_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    x, weight, _ = inputs(9, 16, 96, torch.bfloat16, False)
+    config = RINGS["short of both, unequal"]
+    for name in ("wait_group", "product_wait"):
+        right = getattr(Machine, name)
+
+        def short(self: Machine, newer: int, right: Any = right, **options: Any) -> Any:
+            return right(self, newer + 1 if self.events.count("ask for x") < 6 else newer, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Machine, name, short)
+            y, _, _ = on_rings(x, weight, None, False, config)
+        assert y.isnan().any(), name
+    assert not on_rings(x, weight, None, False, config)[0].isnan().any()
+
+
 # --- configurations --------------------------------------------------------------------------------------------------
 
 QWEN_SHAPES = [
@@ -215,7 +301,7 @@ def test_chosen_configurations_are_legal(rows: int, out_features: int, size: int
 def test_configurations_of_odd_values_travel_as_an_argument() -> None:
     config = GemmConfig(
         block_n=128, block_k=64, num_warps=8, ahead=5, x_ahead=4, num_stages=6, splits=7, prefetch=9, rotate=True,
-        early_start=False, release="late",
+        rings=True, early_start=False, release="late",
     )  # fmt: skip
     assert unpacked(config.packed()) == config
 
@@ -307,6 +393,67 @@ def test_the_tuner_needs_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "needs a CUDA GPU" in capsys.readouterr().err
 
 
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+GPU_CONFIGS = {
+    "chosen": None,
+    "looped": GemmConfig(ahead=2, num_stages=3, prefetch=2, rotate=True),
+    "split": GemmConfig(block_k=64, ahead=4, x_ahead=2, splits=4),
+    "two warp groups": GemmConfig(block_n=128, block_k=64, num_warps=8, ahead=4, x_ahead=2, splits=2, release="late"),
+    "rings": GemmConfig(block_k=64, ahead=8, x_ahead=4, rings=True),
+    "rings, split": GemmConfig(block_k=64, ahead=4, x_ahead=4, splits=4, rotate=True, rings=True),
+    "rings, two warp groups": GemmConfig(block_n=128, block_k=64, num_warps=8, ahead=4, x_ahead=2, rings=True),
+}
+
+
+def on_gpu(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.cuda() for tensor in tensors)
+
+
+@compiled
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", GPU_CONFIGS.values(), ids=GPU_CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [9, 16, 33, 64, 100, 128])
+@pytest.mark.parametrize(
+    ("out_features", "size", "silu"), [(4096, 1024, False), (3072, 1024, True), (1000, 2312, False)]
+)
+def test_gpu_equals_the_composition(
+    config: GemmConfig | None, dtype: torch.dtype, rows: int, out_features: int, size: int, silu: bool
+) -> None:
+    x, weight, bias = on_gpu(*inputs(rows, out_features, size, dtype, silu))
+    counters = gemm.counters(x.device)
+    y = gemm.ahead_linear(x, weight, bias, silu=silu, counters_p=counters, config=config)
+    assert_close(y, composed(x, weight, bias, silu))
+    assert not counters.any()
+    for pdl in (False, True):
+        again = gemm.ahead_linear(x, weight, bias, silu=silu, counters_p=counters, config=config, pdl=pdl)
+        assert torch.equal(again, y)
+
+
+@compiled
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", GPU_CONFIGS.values(), ids=GPU_CONFIGS)
+def test_a_chain_of_early_starts_is_the_same_bit_for_bit(config: GemmConfig | None) -> None:
+    """Each kernel reads what its predecessor wrote, thousands of times, in one graph: a missing wait would show."""
+    size = tune_gemm.SIZES["0.6B"]
+    chain = tune_gemm.make_chain(size, tune_gemm.make_layers(size, 8), 64)
+    fallback = config or choose_config(64, 1024, 2048, False)
+    ways = dict.fromkeys(tune_gemm.PLACES, fallback)
+    expected = tune_gemm.run(size, chain, ways, pdl=False)
+    assert torch.isfinite(expected).all()
+    tune_gemm.run(size, chain, ways)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tune_gemm.run(size, chain, ways)
+    for step in range(200):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected), step
+    assert not chain.counters_p.any()
+
+
 # --- Triton without a GPU --------------------------------------------------------------------------------------------
 
 
@@ -341,11 +488,16 @@ def test_kernel_compiles_for_sm_90_and_stores_its_weight_before_it_waits(
     assert code.count("ACQBULK") == 1
     assert "HGMMA" in code
     before, behind = code.split("ACQBULK")
+    assert "HGMMA" not in before
     copies = constants["AHEAD"] * constants["BLOCK_N"] * constants["BLOCK_K"] / (8 * 32 * options["num_warps"])
+    if "WARPS" in constants:
+        assert len(re.findall(r"LDGSTS\.E\.\S*128", before)) == copies
+        assert not re.search(r"\b(LDG|STS)\.", before)
+        return
     assert len(re.findall(r"LDG\.E\.EF\.128", before)) == copies
     assert len(re.findall(r"STS\.128", before)) == copies
     assert not re.search(r"LDG\.E\.EF", behind)
-    assert not re.search(r"HGMMA|LDG\.E\.128", before)
+    assert not re.search(r"LDG\.E\.128", before)
     assert (re.search(r"CCTL\S*PF2", before) is not None) == (constants["PREFETCH"] > 0)
 
 
@@ -356,14 +508,14 @@ def compiled_for_sm_90(
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = kernel.arg_names
     aligned = {
         (names.index(name),): [["tt.divisibility", 16]] for name in signature if name.endswith(("_ptr", "stride"))
     }
-    source = ASTSource(
-        kernel, {name: signature.get(name, "constexpr") for name in names}, constexprs=constants, attrs=aligned
-    )
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, {name: signature.get(name, "constexpr") for name in names}, constants, aligned)
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True, **options})
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(binary.asm["cubin"])
