@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from funcllm.config import read_json
 from funcllm.launch.text import Decode
 
 if TYPE_CHECKING:
@@ -45,7 +46,11 @@ class Tokenizer:
     chat_templates: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text; with add_special_tokens also those that the tokenizer itself puts around every text."""
+        """The ids of a text; with add_special_tokens also those that the tokenizer itself puts around every text.
+
+        Raises ValueError for a text with lone surrogates, which are no characters.
+        """
+        _refuse_surrogates(text)
         return self.encode_texts([text], add_special_tokens)[0]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -180,7 +185,7 @@ def render_chat(
     plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
         return compiled.render({**variables, **kwargs, "messages": plain})
-    except (jinja2.TemplateError, TypeError, AttributeError) as error:
+    except Exception as error:  # a template is a program, and may fail in any way
         raise ValueError(f"the chat template refuses this chat: {error}") from error
 
 
@@ -234,10 +239,17 @@ def _load_fast(folder: Path) -> Tokenizer:
     except Exception as error:
         reason = "it is a Git LFS pointer, fetch the real file" if _is_lfs_pointer(path) else str(error)
         raise ValueError(f"{path} cannot be read: {reason}") from error
-    config = _read_json(folder / "tokenizer_config.json")
-    named = _named_tokens(folder, config)
-    _add_missing_tokens(backend, config, named)
-    return _of_backend(backend, named, _templates_of(folder, config))
+    config, special = (_read_json(folder / f"{name}.json") for name in ("tokenizer_config", "special_tokens_map"))
+    try:
+        named = _named_tokens({**special, **config})
+        _add_missing_tokens(backend, config, named)
+        templates = _templates_of(folder, config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the tokenizer files beside {path} have an entry of an unknown form ({type(error).__name__}: {error}); "
+            "fetch the folder again"
+        ) from error
+    return _of_backend(backend, named, templates)
 
 
 def _load_other(folder: Path) -> Tokenizer:
@@ -273,10 +285,9 @@ def _of_backend(backend: tokenizers.Tokenizer, named: Mapping[str, str], templat
     )
 
 
-def _named_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of the named special tokens; tokenizer_config.json goes before special_tokens_map.json."""
-    both = {**_read_json(folder / "special_tokens_map.json"), **config}
-    texts = {name: _token_text(both.get(name)) for name in _NAMED_TOKENS}
+def _named_tokens(entries: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of the named special tokens."""
+    texts = {name: _token_text(entries.get(name)) for name in _NAMED_TOKENS}
     return {name: text for name, text in texts.items() if text is not None}
 
 
@@ -317,18 +328,24 @@ def _named_templates(entry: Any) -> dict[str, str]:
         return {}
     if isinstance(entry, str):
         return {"default": entry}
-    if isinstance(entry, Mapping):
-        return dict(entry)
-    return {record["name"]: record["template"] for record in entry}
+    templates = dict(entry) if isinstance(entry, Mapping) else {one["name"]: one["template"] for one in entry}
+    if not all(isinstance(text, str) for text in templates.values()):
+        raise TypeError("a chat template is no text")
+    return templates
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+    return read_json(path) if path.is_file() else {}
+
+
+def _refuse_surrogates(text: str) -> None:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text holds {text[error.start]!r} at position {error.start}, which is no character: half of a "
+            "surrogate pair, or a byte that is not UTF-8; repair the text, or give token ids"
+        ) from None
 
 
 def _is_lfs_pointer(path: Path) -> bool:

@@ -195,7 +195,14 @@ def test_bad_chats_are_refused(folder: Path, messages: Any, message: str) -> Non
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ x.y.z }}", "{% for %}"],
+    [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ x.y.z }}",
+        "{% for %}",
+        "{{ 1 / 0 }}",
+        "{% for i in range(99999999) %}{% endfor %}",
+    ],
 )
 def test_templates_cannot_leave_their_sandbox(folder: Path, template: str) -> None:
     with pytest.raises(ValueError, match="chat template"):
@@ -234,6 +241,40 @@ def test_a_broken_config_is_named(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json is not JSON"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"chat_template": 5},
+        {"chat_template": [5]},
+        {"chat_template": {"default": 5}},
+        {"eos_token": 5},
+        {"added_tokens_decoder": [1]},
+        {"added_tokens_decoder": {"a": {"content": "x"}}},
+        {"added_tokens_decoder": {"1": {}}},
+    ],
+    ids=str,
+)
+def test_a_config_with_odd_entries_is_named(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"beside .*tokenizer\.json have an entry of an unknown form"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_config_that_is_no_object_is_named(folder: Path, name: str) -> None:
+    (folder / name).write_text("[]")
+    with pytest.raises(ValueError, match=rf"{name} must hold a JSON object, and holds a list"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("text", ["ab\ud800c", "ab\udcff"], ids=ascii)
+def test_what_is_no_character_is_refused_with_its_place(folder: Path, text: str) -> None:
+    both = load_tokenizer(folder), wrap_tokenizer(AutoTokenizer.from_pretrained(str(folder)))
+    for tokenizer in both:
+        with pytest.raises(ValueError, match=r"holds '\\ud.*' at position 2, which is no character"):
+            tokenizer.encode(text)
 
 
 def test_tokenizers_in_memory_are_wrapped(folder: Path) -> None:
