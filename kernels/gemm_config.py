@@ -16,7 +16,7 @@ RELEASES = ("never", "early", "late")
 _BLOCK_N = 64  # the rows of a wgmma
 _SCRATCH_BYTES = 4096  # of shared memory beside the operands, at least
 _SPLIT_COLUMNS = 256  # of the weight, at least, in a split
-_PROGRAMS = 132  # that a launch should have, about
+_PROGRAMS = 64  # that a launch should have at least: fewer leave too much of x to each
 
 Release = Literal["never", "early", "late"]
 
@@ -126,11 +126,11 @@ def shared_bytes(rows: int, config: GemmConfig, in_features: int, element_size: 
 
 
 def _by_rule(padded: int, out_features: int, in_features: int, silu: bool, element_size: int) -> GemmConfig:
-    """Whole columns ahead where they fit; so many splits that there is a program for most multiprocessors."""
+    """Whole columns ahead where they fit; so many splits that there is a program for every other multiprocessor."""
     block_k = min(128 if padded <= 64 else 64, max(16, _next_power_of_2(in_features)))
     tiles = -(-out_features * (2 if silu else 1) // _BLOCK_N)
     splits = 1
-    while tiles * splits * 2 <= _PROGRAMS and in_features // (splits * 2) >= _SPLIT_COLUMNS and not silu:
+    while tiles * splits < _PROGRAMS and in_features // (splits * 2) >= _SPLIT_COLUMNS and not silu:
         splits *= 2
     config = GemmConfig(block_k=block_k, splits=splits, x_ahead=2 if padded > 64 else 3)
     ahead = pieces_of(in_features, config)

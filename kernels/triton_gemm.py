@@ -70,9 +70,10 @@ def gemm(
     config = config if counters_p is not None else replace(config, splits=1)
     tiles, padded = tiles_of(out_features, silu, config), padded_rows(rows)
     partials = y_to
-    if config.splits > 1:
-        if counters_p is None or counters_p.numel() < tiles or counters_p.dtype != torch.int32:
-            raise ValueError(f"{tiles} tiles need as many int32 counters; got {counters_p}")
+    if config.splits > 1 and counters_p is not None:
+        if counters_p.numel() < tiles or counters_p.dtype != torch.int32:
+            given = f"{counters_p.numel()} of {counters_p.dtype}"
+            raise ValueError(f"{tiles} tiles need as many int32 counters, not {given}; use gemm.counters(device)")
         partials = torch.empty(tiles * config.splits * config.block_n * padded, dtype=torch.float32, device=x_td.device)
     if config.rings and not (size % 16 == 0 and x_td.element_size() == 2 and x_td.is_cuda and rings_work()):
         config = replace(config, rings=False, x_ahead=min(config.x_ahead, 3))
