@@ -217,7 +217,7 @@ def decode_attention(
 
 
 def _launch_options(pdl: bool) -> dict[str, Any]:
-    return {"launch_pdl": True} if pdl else {}
+    return {"enable_fp_fusion": True} | ({"launch_pdl": True} if pdl else {})
 
 
 def decode_constants(

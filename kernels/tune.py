@@ -3,6 +3,11 @@
 Each configuration runs in a CUDA graph of several launches over different blocks, so that no launch finds its keys in
 the L2 cache, and its error against the reference is checked. The table gives microseconds a launch and TB/s of keys and
 values (decode) or TFLOP/s (prefill).
+
+`decode --variants` compares how a decode launch starts and combines its splits, in a graph that imitates the layers of
+a model: each is the q/k norm, rotation and cache write of triton_fused.py, then attention over other blocks. The table
+gives microseconds a layer, those that attention adds to a chain without it, TB/s by the latter, and whether the chain's
+output has the bits of two full launches. All shapes take one to two minutes, most of which is compiling.
 """
 
 from __future__ import annotations
@@ -20,7 +25,13 @@ import torch
 from torch import Tensor
 
 from funcllm.kernels import reference
-from funcllm.kernels.attention_decode import choose_config, choose_splits, decode_attention, device_size
+from funcllm.kernels.attention_decode import (
+    DecodeConfig,
+    choose_config,
+    choose_splits,
+    decode_attention,
+    device_size,
+)
 from funcllm.kernels.attention_prefill import (
     PrefillConfig,
     choose_prefill_config,
@@ -31,12 +42,13 @@ from funcllm.kernels.attention_prefill import (
 
 CYCLE_BYTES = 256 << 20  # of keys and values that the launches of one graph go through
 MAX_ERROR = 1e-2  # relative, in bfloat16
+LAYERS = 2 * 28  # of the chain that variants are compared in; the keys of two models outgrow the L2 cache
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """A launch to time. decode: `batch` rows of `context` keys (ragged: evenly from a tenth of it to it). prefill:
-    `batch` chunks of `queries` tokens, the last of `context` keys each."""
+    `batch` chunks of `queries` tokens, the last of `context` keys each. trash: of the rows, the last, have one key."""
 
     batch: int
     context: int
@@ -46,12 +58,13 @@ class Shape:
     block_size: int = 128
     ragged: bool = False
     queries: int = 1
+    trash: int = 0
 
     @property
     def kv_lens(self) -> list[int]:
         """Keys of each row."""
         if not self.ragged:
-            return [self.context] * self.batch
+            return [self.context] * (self.batch - self.trash) + [1] * self.trash
         least = self.context // 10
         return [least + (self.context - least) * (i * 7919 % self.batch) // self.batch for i in range(self.batch)]
 
@@ -69,6 +82,7 @@ class Shape:
     def __str__(self) -> str:
         kind = "ragged" if self.ragged else "even"
         size = f"{self.batch}x{self.context}" + (f" q{self.queries}" if self.queries > 1 else f" {kind}")
+        size += f" {self.trash} trash" if self.trash else ""
         return f"{size} heads {self.heads}/{self.kv_heads}x{self.head_dim} block {self.block_size}"
 
 
@@ -83,6 +97,20 @@ DECODE_SHAPES = (
     Shape(batch=1, context=1024),
     Shape(batch=1, context=1024, heads=16),
     Shape(batch=1, context=32768),
+)
+_ROWS = ((1, 640, 0), (1, 1024, 0), (2, 1024, 1), (1, 4096, 0), (1, 32768, 0), (8, 16384, 0), (64, 640, 0))
+VARIANT_SHAPES = tuple(
+    Shape(batch=batch, context=context, heads=heads, block_size=32, trash=trash)
+    for heads in (16, 32)
+    for batch, context, trash in (*_ROWS, (128, 640, 0), (131, 903, 0))
+)
+VARIANTS: tuple[dict[str, bool], ...] = (
+    {},
+    {"one_launch": True},
+    {"early": True},
+    {"early": True, "one_launch": True},
+    {"early": True, "prefetch": True},
+    {"early": True, "prefetch": True, "one_launch": True},
 )
 PREFILL_SHAPES = (
     Shape(batch=1, context=8192, queries=8192),
@@ -104,6 +132,18 @@ class Case(NamedTuple):
     expected: Tensor
 
 
+class Chain(NamedTuple):
+    """What the layers of a chain share: tensors of the q/k norm, rotation and cache write, and counters."""
+
+    k: Tensor
+    v: Tensor
+    norm: Tensor
+    cos: Tensor
+    sin: Tensor
+    slots: list[Tensor]  # of the newest keys, by table
+    counters: Tensor
+
+
 class Result(NamedTuple):
     """One timed configuration."""
 
@@ -123,13 +163,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--block-size", type=int, default=128, help="for --shape")
     parser.add_argument("--ragged", action="store_true", help="for --shape")
     parser.add_argument("--chosen", action="store_true", help="time only the configuration that serving would choose")
+    parser.add_argument("--variants", action="store_true", help="decode: compare starts and ways of combining splits")
     parser.add_argument("--json", type=Path, help="write all results here")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("tune needs a CUDA GPU, and torch finds none")
     shapes = [parsed(text, options) for text in options.shape or ()]
-    shapes = shapes or list(DECODE_SHAPES if options.kind == "decode" else PREFILL_SHAPES)
-    tune = tune_decode if options.kind == "decode" else tune_prefill
+    if options.variants and options.kind != "decode":
+        raise SystemExit("--variants is about decode; use: decode --variants")
+    default_shapes = VARIANT_SHAPES if options.variants else DECODE_SHAPES
+    shapes = shapes or list(default_shapes if options.kind == "decode" else PREFILL_SHAPES)
+    tune = tune_variants if options.variants else tune_decode if options.kind == "decode" else tune_prefill
     results = []
     for shape in shapes:
         print(f"\n{shape}", flush=True)
@@ -165,6 +209,49 @@ def tune_decode(shape: Shape, chosen_only: bool = False) -> list[Result]:
         if count > 1 or (least == 1 and not pdl)
     ]
     return [*results, *timed(shape, case, splits, decode_call, shape.kv_bytes / 1e6)]
+
+
+def tune_variants(shape: Shape, chosen_only: bool = False) -> list[Result]:
+    """Times VARIANTS of the chosen configuration of a shape in a chain of layers, and where it has many splits of half
+    as many and of longer ones, too."""
+    case = make_case(shape)
+    chain = make_chain(shape, case)
+    num_sms, shared = device_size(case.q.device)
+    max_len = case.tables[0].shape[1] * shape.block_size
+    chosen = choose_config(shape.batch, shape.kv_heads, shape.head_dim, max_len, 2, num_sms, shared)
+    cuts = [replace(chosen, pdl=starts_early(case.q.device))]
+    if not chosen_only and chosen.splits > 4:
+        cuts += [replace(cuts[0], splits=chosen.splits // 2)]
+        cuts += [replace(cuts[0], min_tiles=tiles) for tiles in (2, 4) if 2 * tiles * chosen.tile <= shape.context]
+    without, _ = chain_time(shape, case, chain, None)
+    print(f"  {without:9.2f} us a layer without attention", flush=True)
+    expected = expected_output(shape, case.q, case.k_cache, case.v_cache, case.tables[0], case.kv_lens)
+    case = case._replace(expected=expected)
+    return [result for cut in cuts for result in timed_variants(shape, case, chain, cut, without)]
+
+
+def timed_variants(shape: Shape, case: Case, chain: Chain, cut: DecodeConfig, without: float) -> Iterable[Result]:
+    """Times the VARIANTS that a configuration can have and prints each as it comes. without: microseconds of a layer
+    without attention."""
+    configs = [replace(cut, **variant) for variant in VARIANTS]
+    configs = [c for c in configs if (c.splits > 1 or not c.one_launch) and (c.pdl or not c.early)]
+    first: Tensor | None = None
+    for config in configs:
+        try:
+            microseconds, out = chain_time(shape, case, chain, config)
+            launched = decode_call(shape, case, config, case.tables[0], chain.counters)
+        except Exception as fault:  # out of resources, or what this Triton cannot compile
+            print(f"  left out ({type(fault).__name__}: {str(fault)[:80]}): {config}", flush=True)
+            continue
+        first = out if first is None else first
+        added = max(microseconds - without, 1e-3)
+        result = Result(
+            shape, config, microseconds, shape.kv_bytes / 1e6 / added, error_of(shape, launched, case.expected)
+        )
+        same = "same bits" if torch.equal(out, first) else "OTHER BITS"
+        left = "  COUNTERS LEFT" if chain.counters.any() else ""
+        print(f"{line(result)}  adds {added:.2f} us, {same}{left}", flush=True)
+        yield result
 
 
 def tune_prefill(shape: Shape, chosen_only: bool = False) -> list[Result]:
@@ -213,11 +300,63 @@ def expected_output(
     return reference.attend(tokens, k_cache, v_cache, (), chunks, scale=shape.head_dim**-0.5)
 
 
-def decode_call(shape: Shape, case: Case, config: Any, table: Tensor) -> Tensor:
+def make_chain(shape: Shape, case: Case) -> Chain:
+    """Random keys and values to write in each layer, angles, and the slots of each row's newest key."""
+    device, dtype = case.q.device, case.q.dtype
+    generator = torch.Generator(device).manual_seed(1)
+    size = (shape.batch, shape.kv_heads, shape.head_dim)
+    k, v = (torch.randn(size, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    angle = torch.rand(shape.batch, shape.head_dim // 2, device=device, generator=generator)
+    newest = (case.kv_lens - 1).long()[:, None]
+    slots = [
+        (table.long().gather(1, newest // shape.block_size) * shape.block_size + newest % shape.block_size).flatten()
+        for table in case.tables
+    ]
+    counters = torch.zeros(shape.batch, shape.kv_heads, dtype=torch.int32, device=device)
+    return Chain(
+        k, v, torch.ones(shape.head_dim, dtype=dtype, device=device), angle.cos(), angle.sin(), slots, counters
+    )
+
+
+def run_chain(shape: Shape, case: Case, chain: Chain, config: DecodeConfig | None) -> Tensor:
+    """The output of LAYERS layers, each over the next block table; config: of attention, None: without it.
+
+    The first kernel is launched in full, so that attention may read older keys before it waits.
+    """
+    from funcllm.kernels.triton_fused import qk_norm_rope_write
+
+    x = case.q * 1
+    for layer in range(LAYERS):
+        copy = layer % len(case.tables)
+        written = (chain.k, chain.v, chain.norm, chain.norm, 1e-6, chain.cos, chain.sin, case.k_cache, case.v_cache)
+        x = qk_norm_rope_write(x, *written, chain.slots[copy], pdl=starts_early(x.device))
+        if config is not None:
+            x = decode_call(shape, case._replace(q=x), config, case.tables[copy], chain.counters)
+    return x
+
+
+def chain_time(shape: Shape, case: Case, chain: Chain, config: DecodeConfig | None) -> tuple[float, Tensor]:
+    """(median microseconds of one layer in a captured chain, the chain's output)."""
+    outputs: list[Tensor] = []
+
+    def call(_: Tensor) -> Tensor:
+        outputs.append(run_chain(shape, case, chain, config))
+        return outputs[-1]
+
+    return graph_time(call, case.tables[:1]) / LAYERS, outputs[-1].clone()
+
+
+def starts_early(device: torch.device) -> bool:
+    """Whether kernels can start by programmatic dependent launch."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def decode_call(shape: Shape, case: Case, config: Any, table: Tensor, counters: Tensor | None = None) -> Tensor:
     """One decode launch."""
     out = torch.empty_like(case.q)
+    caches = (case.k_cache, case.v_cache, table, case.kv_lens)
     scale = shape.head_dim**-0.5
-    return decode_attention(case.q, case.k_cache, case.v_cache, table, case.kv_lens, out, scale=scale, config=config)
+    return decode_attention(case.q, *caches, out, scale=scale, counters_bk=counters, config=config)
 
 
 def prefill_call(shape: Shape, case: Case, config: Any, table: Tensor) -> Tensor:

@@ -417,6 +417,64 @@ def test_tuning_times_a_configuration_and_checks_its_error(kind, monkeypatch, ca
     assert tune.record(result)["config"]["tile"] == 16
 
 
+TINY = tune.Shape(batch=3, context=70, heads=4, kv_heads=2, head_dim=16, block_size=16, trash=1)
+TINY_CUT = DecodeConfig(tile=16, splits=3, pdl=True)
+
+
+@pytest.fixture
+def tiny_chain(monkeypatch):
+    """(case, chain) of TINY, in a process where a chain is two layers and time stands still."""
+    monkeypatch.setattr(tune, "CYCLE_BYTES", 1)
+    monkeypatch.setattr(tune, "LAYERS", 2)
+    monkeypatch.setattr(tune, "graph_time", lambda call, tables: float(len([call(table) for table in tables])) * 10)
+    case = tune.make_case(TINY, "cpu")
+    chain = tune.make_chain(TINY, case)
+    tune.run_chain(TINY, case, chain, None)
+    expected = tune.expected_output(TINY, case.q, case.k_cache, case.v_cache, case.tables[0], case.kv_lens)
+    return case._replace(expected=expected), chain
+
+
+def test_variants_are_timed_in_a_chain_and_compared_bit_for_bit(tiny_chain, capsys):
+    case, chain = tiny_chain
+    results = list(tune.timed_variants(TINY, case, chain, TINY_CUT, 3.0))
+    assert [r.config for r in results] == [replace(TINY_CUT, **variant) for variant in tune.VARIANTS]
+    assert {r.microseconds for r in results} == {5.0}
+    assert results[0].rate == pytest.approx(sum(TINY.kv_lens) * 2 * 16 * 4 / 1e6 / 2.0)
+    assert all(0 < r.error <= tune.MAX_ERROR for r in results)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(tune.VARIANTS)
+    assert all(line.endswith("adds 2.00 us, same bits") for line in printed)
+    whole = list(tune.timed_variants(TINY, case, chain, replace(TINY_CUT, splits=1, pdl=False), 3.0))
+    assert [r.config for r in whole] == [replace(TINY_CUT, splits=1, pdl=False)]
+
+
+def test_variants_that_go_wrong_are_told(tiny_chain, monkeypatch, capsys):
+    case, chain = tiny_chain
+    call = tune.decode_call
+
+    def broken(shape, case, config, table, counters):
+        out = call(shape, case, config, table, counters)
+        if config.one_launch:
+            counters[0, 0] = 1
+            out[0, 0] += 1
+        return out
+
+    monkeypatch.setattr(tune, "decode_call", broken)
+    monkeypatch.setattr(tune, "VARIANTS", ({}, {"one_launch": True}))
+    assert len(list(tune.timed_variants(TINY, case, chain, TINY_CUT, 3.0))) == 2
+    right, wrong = capsys.readouterr().out.splitlines()
+    assert "same bits" in right
+    assert "OTHER BITS  COUNTERS LEFT" in wrong
+
+
+def test_a_chain_writes_the_newest_keys_of_the_tables_it_goes_through(tiny_chain):
+    case, chain = tiny_chain
+    for table in case.tables[: tune.LAYERS]:
+        last = case.v_cache[table[0, 69 // 16].long(), 69 % 16]
+        assert torch.equal(last, chain.v[0])
+        assert torch.equal(case.v_cache[table[2, 0].long(), 0], chain.v[2])
+
+
 @triton.jit
 def _bfloat16_kernel(a_ptr, b_ptr, dot_ptr, sum_ptr, N: tl.constexpr):
     at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]

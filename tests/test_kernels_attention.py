@@ -6,8 +6,10 @@ The interpreter must be chosen before triton is imported, so interpreted_attenti
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,7 +147,8 @@ def test_ops_pass_torchs_own_checks():
     write = torch.ops.funcllm.write_kv.default
     torch.library.opcheck(write, (k, k.clone(), k_cache, v_cache, torch.tensor([3, 18])), test_utils=checks)
     arguments = (q, k_cache, v_cache, table, kv_lens, None, None, None, None, None, 0.25, 0, 0.0, ops.TRITON)
-    torch.library.opcheck(torch.ops.funcllm.attend.default, arguments, test_utils=checks)
+    for more in ((), (torch.zeros(2, 2, dtype=torch.int32), True)):
+        torch.library.opcheck(torch.ops.funcllm.attend.default, (*arguments, *more), test_utils=checks)
 
 
 def test_transforms_and_gradients_are_refused():
@@ -218,3 +221,110 @@ def test_importing_the_bundle_does_not_import_flash_attn_or_transformers():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.fixture(scope="module")
+def sm90_instructions():
+    """The PTX of variants of the decode kernel by name: memory, barrier and grid instructions in order."""
+    pytest.importorskip("triton")
+    from funcllm.kernels.attention_decode import compile_variants
+    from tests.test_kernels_sm90 import compiled
+
+    names = ("joined-0.6b-128", "joined-8b-16", "joined-early-128", "joined-prefetch-128", "decode-128-128")
+    shown = re.compile(r"(bar\.sync|griddepcontrol\.\w+|atom\.[\w.]+|ld\.global[\w.]*|st\.global[\w.]*|cp\.async\.c\w)")
+    found = {}
+    for name, *rest, options in compile_variants():
+        if name in names:
+            kernel = compiled(*rest, {**options, "enable_fp_fusion": True}, capability=90)
+            found[name] = shown.findall(kernel.asm["ptx"])
+    return found
+
+
+@pytest.mark.slow
+def test_splits_are_counted_by_a_release_and_acquire_between_barriers(sm90_instructions):
+    assert not any(x.startswith("atom") for x in sm90_instructions["decode-128-128"])
+    for name in ("joined-0.6b-128", "joined-8b-16", "joined-early-128", "joined-prefetch-128"):
+        instructions = sm90_instructions[name]
+        (atom,) = [i for i, x in enumerate(instructions) if x.startswith("atom")]
+        assert re.match(r"atom\.global\.gpu\.acq_rel\.add", instructions[atom]), name
+        assert instructions[atom - 1] == instructions[atom + 1] == "bar.sync", name
+        assert [x for x in instructions[:atom] if x != "bar.sync"][-1].startswith("st.global"), name
+        combining = [x for x in instructions[atom:] if x.startswith("ld.global")]
+        assert len(combining) >= 8, name
+        assert all(x.startswith("ld.global.cg") for x in combining), name
+
+
+@pytest.mark.slow
+def test_an_early_start_reads_past_the_l1_cache_before_it_waits_and_writes_nothing(sm90_instructions):
+    assert not any(x.startswith("griddep") for x in sm90_instructions["joined-0.6b-128"])
+    grid = ["griddepcontrol.launch_dependents", "griddepcontrol.wait"]
+    early = sm90_instructions["joined-early-128"]
+    assert early[:2] == grid
+    prefetch = sm90_instructions["joined-prefetch-128"]
+    start = prefetch.index(grid[0])
+    assert prefetch[start : start + 2] == grid
+    assert start == 2 + 2 * 8  # the length, the block id, 16 bytes a thread of 8 KB each of keys and values
+    assert all(x.startswith("ld.global.cg") for x in prefetch[:start])
+
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.mark.parametrize("num_heads", [pytest.param(16, marks=gpu), pytest.param(32, marks=gpu)])
+def test_one_launch_has_the_bits_of_two_in_replays_on_two_streams(num_heads):
+    from funcllm.kernels.attention_decode import DecodeConfig, decode_attention
+
+    heads = Heads(heads=num_heads, kv_heads=8, head_dim=128, block_size=32, dtype=torch.bfloat16)
+    config = DecodeConfig(tile=32, num_warps=2, num_stages=5, splits=33, one_launch=True)
+    streams, launches = [torch.cuda.Stream() for _ in range(2)], []
+    for stream in streams:
+        case = paged(heads, (1030, 1, 903, 0, 640, 129), "cuda")
+        q, counters = heads.queries(6, "cuda"), torch.zeros(6, 8, dtype=torch.int32, device="cuda")
+        out, graph = torch.empty_like(q), torch.cuda.CUDAGraph()
+        decode_attention(q, *case, out, scale=0.1, counters_bk=counters, config=config)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(10):
+                decode_attention(q, *case, out, scale=0.1, counters_bk=counters, config=config)
+        launches.append((graph, q, case, out, counters))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        lengths = (torch.rand(6, generator=generator) * torch.tensor([1030, 1, 903, 0, 640, 129])).int()
+        for _, _, case, out, _ in launches:
+            case[3].copy_(lengths)
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        for stream, (graph, *_) in zip(streams, launches):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for _, q, case, out, counters in launches:
+            expected = decode_attention(q, *case, torch.empty_like(q), scale=0.1, config=config)
+            assert torch.equal(out, expected)
+            assert not counters.any()
+
+
+@pytest.mark.parametrize("num_heads", [pytest.param(16, marks=gpu), pytest.param(32, marks=gpu)])
+@pytest.mark.parametrize("batch", [1, 2, 8, 64])
+def test_chains_of_early_starts_have_the_bits_of_full_starts(batch, num_heads):
+    from funcllm.kernels import tune
+    from funcllm.kernels.attention_decode import choose_config
+
+    shape = tune.Shape(batch=batch, context=700, heads=num_heads, block_size=32, trash=batch // 2)
+    case = tune.make_case(shape)
+    chain = tune.make_chain(shape, case)
+    if not tune.starts_early(case.q.device):
+        pytest.skip("needs sm_90 or later")
+    config = choose_config(batch, 8, 128, 40960, 2, 132)
+    expected = tune.run_chain(shape, case, chain, config)
+    for variant in tune.VARIANTS:
+        chosen = replace(config, pdl=True, **variant)
+        tune.run_chain(shape, case, chain, chosen)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = tune.run_chain(shape, case, chain, chosen)
+        for _ in range(100):
+            graph.replay()
+            assert torch.equal(out, expected), variant
+        assert not chain.counters.any()
