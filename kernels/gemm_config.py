@@ -33,6 +33,8 @@ class GemmConfig:
 
     rings: the kernel of gluon_gemm.py, in which all copies are asynchronous: the weight goes through a ring of `ahead`
     pieces in shared memory, x through one of `x_ahead`, at least 2 and not more than `ahead`; there are no stages.
+    fence: whether a proxy fence stands between a copy and the product that reads it, as the PTX manual asks for; loops
+    that Triton pipelines by itself go without.
 
     early_start: whether the kernel starts before its predecessor has ended, where the caller allows it. release: when
     its own successor may start: "early" (every program has asked for its first weights), "late" (every program has
@@ -50,6 +52,7 @@ class GemmConfig:
     prefetch: int = 0
     rotate: bool = False
     rings: bool = False
+    fence: bool = True
     early_start: bool = True
     release: Release = "early"
 
@@ -66,7 +69,7 @@ H200; see tune_gemm.py. Sizes that are not here are not used by a model."""
 
 def unpacked(config: list[int]) -> GemmConfig:
     """The configuration that `packed` gave."""
-    *numbers, rotate, rings, early_start, release = config
+    *numbers, rotate, rings, fence, early_start, release = config
     block_n, block_k, num_warps, ahead, x_ahead, num_stages, splits, prefetch = numbers
     return GemmConfig(
         block_n=block_n,
@@ -79,6 +82,7 @@ def unpacked(config: list[int]) -> GemmConfig:
         prefetch=prefetch,
         rotate=bool(rotate),
         rings=bool(rings),
+        fence=bool(fence),
         early_start=bool(early_start),
         release=RELEASES[release],  # type: ignore[arg-type]
     )

@@ -105,6 +105,7 @@ def gemm_kernel(
     ROTATE: gl.constexpr,
     PDL: gl.constexpr,
     RELEASE: gl.constexpr,
+    FENCE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
     gl.static_assert(X_AHEAD <= AHEAD, "the ring of x is no longer than that of the weight")
@@ -144,7 +145,8 @@ def gemm_kernel(
     sums_nm = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, summed)
     for i in range(0, pieces):
         async_copy.wait_group(NEWER)
-        fence_async_shared()
+        if FENCE:
+            fence_async_shared()
         x_km = xs.index(i % X_AHEAD).permute((1, 0))
         sums_nm = warpgroup_mma(weights.index(i % AHEAD), x_km, sums_nm, is_async=True)
         sums_nm = warpgroup_mma_wait(1, deps=[sums_nm])

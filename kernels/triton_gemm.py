@@ -131,7 +131,7 @@ def gemm_constants(
         "RELEASE": RELEASES.index(config.release) if pdl else 0,
     }
     if config.rings:
-        return constants | {"WARPS": config.num_warps}
+        return constants | {"FENCE": config.fence, "WARPS": config.num_warps}
     prefetch = min(config.prefetch, pieces - ahead) if pdl else 0
     return constants | {"STAGES": config.num_stages, "PREFETCH": prefetch, "ON_GPU": True}
 

@@ -149,6 +149,7 @@ def variations(rows: int, in_features: int, config: GemmConfig) -> list[GemmConf
         replace(config, x_ahead=max(1, config.x_ahead - 1)),
         replace(config, x_ahead=config.x_ahead + 1),
         replace(config, ahead=config.ahead - 1),
+        replace(config, fence=not config.rings),
         replace(config, early_start=False),
         replace(config, num_stages=config.num_stages + 1),
     ]
@@ -165,6 +166,8 @@ def _is_useful(rows: int, in_features: int, config: GemmConfig) -> bool:
     if config.ahead > pieces or config.x_ahead > config.ahead or (config.rings and config.x_ahead < min(2, pieces)):
         return False
     if config.num_stages != least and (config.rings or config.ahead == pieces):
+        return False
+    if not config.rings and not config.fence:
         return False
     return shared_bytes(rows, config, in_features) <= _SHARED
 
@@ -294,13 +297,13 @@ def fault(size: Size, chain: Chain, place: str, config: GemmConfig) -> str:
     x_td = torch.randn(chain.x_td.shape[0], inputs, generator=generator, device=chain.x_td.device).bfloat16()
     weight = chain.layers[0].products[place]
     try:
+        expected = (x_td.double() @ weight.double().T).bfloat16()
+        expected = reference.silu_mul(expected) if silu else expected
         y = product(chain, config, x_td, weight, silu, True)
         again = product(chain, config, x_td, weight, silu, False)
+        error = ((y.double() - expected.double()).norm() / expected.double().norm()).item()
     except Exception as problem:
         return f"{type(problem).__name__}: {problem}"[:200]
-    expected = (x_td.double() @ weight.double().T).bfloat16()
-    expected = reference.silu_mul(expected) if silu else expected
-    error = ((y.double() - expected.double()).norm() / expected.double().norm()).item()
     if not error < _MAX_ERROR:
         return f"relative error {error:.2e}"
     return "" if torch.equal(y, again) else "the early start changes the result"
@@ -355,8 +358,7 @@ def tune(size: Size, layers: tuple[Layer, ...], rows: int, pool: Pool, is_late: 
     failed: dict[str, str] = {}
 
     def good(place: str, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
-        pool.compile([(place, rows, config) for config in configs])
-        problems = {config: fault(size, chain, place, config) for config in configs}
+        problems = dict(zip(configs, pool.faults([(place, rows, config) for config in configs])))
         failed.update({f"{place}: {spelled(config)}": text for config, text in problems.items() if text})
         return [config for config, text in problems.items() if not text]
 
@@ -399,21 +401,20 @@ def spelled(config: GemmConfig | None) -> str:
 
 
 class Pool:
-    """Worker processes that fill Triton's cache, so that the timing process only loads."""
+    """Worker processes that compile and check configurations, so that the timing process loads good ones only."""
 
     def __init__(self, size: Size, workers: int) -> None:
         self.size = size
         self.executor = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
 
-    def compile(self, jobs: Sequence[tuple[str, int, GemmConfig]]) -> None:
-        """Returns when all are compiled; one that fails to will fail again, and be reported, where it is timed."""
-        list(self.executor.map(_compile, [(self.size.name, *job) for job in jobs]))
+    def faults(self, jobs: Sequence[tuple[str, int, GemmConfig]]) -> list[str]:
+        """Of each (place, rows, configuration) why it cannot be used, or ''. All lie in Triton's cache afterwards."""
+        return list(self.executor.map(_fault, [(self.size.name, *job) for job in jobs]))
 
 
-def _compile(job: tuple[str, str, int, GemmConfig]) -> None:
+def _fault(job: tuple[str, str, int, GemmConfig]) -> str:
     name, place, rows, config = job
-    fault(SIZES[name], _alone(name, rows), place, config)
-    torch.cuda.synchronize()
+    return fault(SIZES[name], _alone(name, rows), place, config)
 
 
 @functools.cache
@@ -438,7 +439,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun, size = time.monotonic(), SIZES[options.size]
     counts = [int(part) for part in options.rows.split(",") if part]
     pool = Pool(size, options.workers)
-    pool.compile(first_jobs(size, counts))
+    pool.faults(first_jobs(size, counts))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; compiled after {time.monotonic() - begun:.0f} s")
     layers = make_layers(size, size.layers)
     report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}

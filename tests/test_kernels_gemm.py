@@ -301,7 +301,7 @@ def test_chosen_configurations_are_legal(rows: int, out_features: int, size: int
 def test_configurations_of_odd_values_travel_as_an_argument() -> None:
     config = GemmConfig(
         block_n=128, block_k=64, num_warps=8, ahead=5, x_ahead=4, num_stages=6, splits=7, prefetch=9, rotate=True,
-        rings=True, early_start=False, release="late",
+        rings=True, fence=False, early_start=False, release="late",
     )  # fmt: skip
     assert unpacked(config.packed()) == config
 
@@ -403,6 +403,7 @@ GPU_CONFIGS = {
     "rings": GemmConfig(block_k=64, ahead=8, x_ahead=4, rings=True),
     "rings, split": GemmConfig(block_k=64, ahead=4, x_ahead=4, splits=4, rotate=True, rings=True),
     "rings, two warp groups": GemmConfig(block_n=128, block_k=64, num_warps=8, ahead=4, x_ahead=2, rings=True),
+    "rings, no fence": GemmConfig(block_k=64, ahead=8, x_ahead=6, rings=True, fence=False),
 }
 
 
