@@ -143,7 +143,7 @@ def fast_kernels(device: torch.device, head_dim: int, dtype: torch.dtype, block_
     if dtype in (torch.bfloat16, torch.float16):
         bundle = replace(bundle, fused=FAST.fused | SMALL_BLOCKS, small_rows=SMALL_ROWS)
         if torch.cuda.get_device_capability(device) >= (9, 0) and gemm_config.MEASURED:
-            bundle = _with_ahead_blocks(bundle, device)
+            bundle = with_ahead_blocks(bundle, device)
     decode = "decode: Triton, split over the keys, grouped query heads"
     refusal = flash_refusal(device, head_dim, dtype)
     if refusal:
@@ -151,7 +151,7 @@ def fast_kernels(device: torch.device, head_dim: int, dtype: torch.dtype, block_
     return replace(bundle, attend=fast.attend_flash, prefill=ops.FLASH, why=(decode, "prefill: flash-attn-4"))
 
 
-def _with_ahead_blocks(kernels: Kernels, device: torch.device) -> Kernels:
+def with_ahead_blocks(kernels: Kernels, device: torch.device) -> Kernels:
     """The bundle with the products that are measured to be worth asking for their weights early.
 
     Their counters live as long as the bundle; its launches run one after the other. The norm before a product lets it

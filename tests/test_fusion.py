@@ -15,7 +15,7 @@ from funcllm.attention import paged_attention
 from funcllm.config import qwen3_config
 from funcllm.group import SINGLE, Group
 from funcllm.kernels import gemm_config
-from funcllm.kernels.bundle import AHEAD_BLOCKS, FAST, REFERENCE, SMALL_BLOCKS, Kernels
+from funcllm.kernels.bundle import AHEAD_BLOCKS, FAST, REFERENCE, SMALL_BLOCKS, Kernels, with_ahead_blocks
 from funcllm.qwen3 import qwen3
 from funcllm.record import FUNCTIONS, Layers
 from funcllm.sites import LAYER_SITES, MODEL_SITES
@@ -239,3 +239,24 @@ def test_no_product_asks_for_its_weight_early_unless_measured(monkeypatch: pytes
     assert not fusion.asks_ahead(torch.empty(4096, 1024, device="meta"), False, context_of(Layers(), "ahead", bundle))
     monkeypatch.setattr(gemm_config, "MEASURED", {(16, 4096, 1024, False): gemm_config.GemmConfig()})
     assert fusion.ahead_rows(config, SINGLE, bundle) == 16
+
+
+def test_a_table_of_measured_sizes_is_all_that_the_fast_bundle_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gate_up with its activation and down are in it, qkv and o are not."""
+    calls = Calls()
+    bundle = calls.bundle(with_ahead_blocks(FAST, torch.device("cpu")))
+    expected = run(REFERENCE)
+    run(bundle)
+    assert "ahead_linear" not in calls.count
+    sizes = [
+        (CONFIG.intermediate_size, CONFIG.hidden_size, True),
+        (CONFIG.hidden_size, CONFIG.intermediate_size, False),
+    ]
+    table = {(rows, *size): gemm_config.GemmConfig(splits=2) for rows in (16, 32) for size in sizes}
+    monkeypatch.setattr(gemm_config, "MEASURED", table)
+    for fused, plain in zip(run(bundle), expected):
+        assert relative(fused, plain) < 1e-5
+    decode_steps = 2
+    assert calls.count["ahead_linear"] == decode_steps * CONFIG.num_layers * len(sizes)
+    for name in ("ahead_linear", "add_rms_norm"):
+        assert getattr(with_ahead_blocks(FAST, torch.device("cpu")), name).keywords["pdl"]
