@@ -97,7 +97,7 @@ class Engine:
         model: str | Path | None = None,
         *,
         tp: int = 1,
-        device: str | None = None,
+        device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         layers: Layers = Layers(),
         eager: bool = False,
@@ -124,7 +124,11 @@ class Engine:
     ) -> None:
         started = time.perf_counter()
         self._closed = False
-        on_gpu = _device_type(device) == "cuda"
+        _check_integers(tp=tp, max_model_len=max_model_len, max_num_seqs=max_num_seqs, kv_blocks=kv_blocks, seed=seed)
+        _check_integers(max_num_batched_tokens=max_num_batched_tokens, block_size=block_size, depth=depth)
+        _check_layers(layers)
+        device = device_named(device)
+        on_gpu = device.type == "cuda"
         folder: Path | None = None
         if config is None:
             folder = resolve_model(model)
@@ -169,9 +173,7 @@ class Engine:
             fusion=fusion and not eager,
             progress=progress,
         )
-        self._ranks: Ranks = start_ranks(
-            tp, build_runtime, self.options, device=_device_type(device), exit_on_death=exit_on_death
-        )
+        self._ranks: Ranks = start_ranks(tp, build_runtime, self.options, device=device, exit_on_death=exit_on_death)
         try:
             self._set_up(prefix_caching=prefix_caching, seed=seed, debug=debug)
         except BaseException:
@@ -356,6 +358,7 @@ class Engine:
         Raises ValueError where the record needs other parameters, caches or extras than the engine was started with;
         the old record stays in force then.
         """
+        _check_layers(layers)
         single = self.options.builder(self.config, layers)
         self._check_open()
         self._drain()
@@ -636,7 +639,7 @@ class Engine:
         else:
             items = source if isinstance(source, (Iterator, list)) else self._named(source).items()
         written: set[str] = set()
-        for batch in _batches(items, _UPDATE_BYTES):
+        for batch in _batches(map(_checked, items), _UPDATE_BYTES):
             written |= self._ranks.call(_UPDATE_PARAMS, dict(batch), True)[0]
         missing = cast(Runner, self._ranks.runtime).part_names - written
         if missing:
@@ -651,8 +654,8 @@ def generate(
     *,
     tp: int = 1,
     layers: Layers = Layers(),
-    device: str | None = None,
-    dtype: str | None = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
     **sampling: Any,
 ) -> list[Output]:
     """The outputs of some prompts, in one call: starts an engine, generates, closes it. sampling: `SamplingParams`."""
@@ -752,14 +755,22 @@ class _Executor:
                 records.append(values)
 
 
-def _device_type(device: str | None) -> str:
-    if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    kind = device.split(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r} must be cpu or cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda', but torch sees no GPU; use device='cpu', or see funclaunch doctor")
+def device_named(name: str | torch.device | None) -> torch.device:
+    """The device of a name, by default a GPU where there is one. Raises ValueError for what is not there."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={str(name)!r} must be cpu or cuda, or cuda:N for one GPU")
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= visible:
+        raise ValueError(
+            f"device={str(name)!r}, but torch sees {visible} GPUs; use device='cpu' or another number, or see "
+            "funclaunch doctor"
+        )
     return device
 
 
@@ -796,6 +807,17 @@ def _max_model_len(wanted: int | None, config: ModelConfig) -> int:
     return wanted
 
 
+def _check_integers(**values: Any) -> None:
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
+            raise ValueError(f"{name}={value!r} must be an integer")
+
+
+def _check_layers(layers: Any) -> None:
+    if not isinstance(layers, Layers):
+        raise ValueError(f"layers={layers!r} must be a record of functions, such as Layers(mlp=my_mlp)")
+
+
 def _check_positive(**values: int) -> None:
     for name, value in values.items():
         if value < 1:
@@ -821,7 +843,8 @@ def _batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
         return [prompts], True
     if isinstance(prompts, Tensor):
         prompts = prompts.numpy(force=True)
-    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Mapping)):
+    is_scalar = isinstance(prompts, np.ndarray) and not prompts.ndim
+    if is_scalar or not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, Mapping)):
         raise ValueError(
             f"prompts must be a string, a list of token ids or a list of such, not {type(prompts).__name__}"
         )
@@ -857,13 +880,23 @@ def _refused(index: int, prompt: Prompt, error: str) -> Output:
     )
 
 
+def _checked(item: Any) -> tuple[str, Tensor]:
+    is_pair = isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str)
+    if not is_pair or not isinstance(item[1], Tensor):
+        what = f"{item[0]!r} with a {type(item[1]).__name__}" if is_pair else f"a {type(item).__name__}"
+        raise ValueError(f"new weights are pairs of a checkpoint's name and a tensor, and one is {what}")
+    return item[0], item[1]
+
+
 def _batches(items: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
     batch: list[tuple[str, Tensor]] = []
+    filled = 0
     for item in items:
         batch.append(item)
-        if sum(tensor.numel() * tensor.element_size() for _, tensor in batch) >= size:
+        filled += item[1].nbytes
+        if filled >= size:
             yield batch
-            batch = []
+            batch, filled = [], 0
     if batch:
         yield batch
 

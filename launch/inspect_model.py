@@ -17,6 +17,7 @@ from funcllm import fusion
 from funcllm.config import ModelConfig, legal_tp_sizes, parse_dtype, validate_tp
 from funcllm.group import Group
 from funcllm.kernels.bundle import Kernels, fast_kernels
+from funcllm.launch.engine import device_named
 from funcllm.launch.memory import cache_bytes
 from funcllm.qwen3 import qwen3, whole_inputs
 from funcllm.record import FUNCTIONS, Layers
@@ -79,18 +80,6 @@ def inspect_model(
         "kernels": {"prefill": kernels.prefill, "decode": kernels.decode, "why": list(kernels.why)},
         "fusion": fused_blocks(models[rank], kernels),
     }
-
-
-def device_named(name: str | None) -> torch.device:
-    """The device of a name, by default a GPU where there is one. Raises ValueError for what is not there."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"device={name!r} must be cpu or cuda")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={name!r}, and torch sees {torch.cuda.device_count()} GPUs; use cpu or another number")
-    return device
 
 
 def kv_bytes_per_token(model: Model, dtype: torch.dtype) -> int:

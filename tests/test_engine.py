@@ -558,7 +558,7 @@ def test_a_single_bad_prompt_raises(forced: Engine, bad: Any) -> None:
     assert_idle(forced)
 
 
-@pytest.mark.parametrize("bad", [None, 3, b"bytes", {"prompt": "x"}])
+@pytest.mark.parametrize("bad", [None, 3, b"bytes", {"prompt": "x"}, np.array(3), torch.tensor(3)])
 def test_what_is_no_list_of_prompts_is_refused(forced: Engine, bad: Any) -> None:
     with pytest.raises(ValueError, match="prompts must be a string"):
         forced.generate(bad)
@@ -863,6 +863,10 @@ BAD_OPTIONS = {
     "tp": ({"tp": 0}, "tp=0"),
     "tp that does not divide": ({"tp": 3}, "tp=3"),
     "device": ({"device": "tpu"}, "device='tpu' must be cpu or cuda"),
+    "device of no number": ({"device": "cpu:x"}, "device='cpu:x' must be cpu or cuda"),
+    "tp as a word": ({"tp": "2"}, "tp='2' must be an integer"),
+    "seed": ({"seed": 1.5}, r"seed=1\.5 must be an integer"),
+    "no layers": ({"layers": None}, "layers=None must be a record of functions"),
     "dtype": ({"dtype": "int8"}, "dtype='int8' must be auto, float32"),
     "a dtype": ({"dtype": torch.int8}, "dtype=torch.int8 must be auto, float32"),
     "model length": ({"max_model_len": 513}, "max_model_len=513 must be from 2 to .* 512"),
@@ -891,6 +895,11 @@ def test_parameters_of_another_shape_are_refused() -> None:
     other = init_params(param_specs(replace(CONFIG, intermediate_size=80)))
     with pytest.raises(ValueError, match=r"gate_proj.* has shape \[160, 64\]; the model needs \[192, 64\]"):
         start(params=other)
+
+
+def test_a_device_may_be_torchs_own() -> None:
+    with start(device=torch.device("cpu")) as engine:
+        assert engine.describe()["device"] == "cpu"
 
 
 def test_a_budget_below_the_number_of_sequences_is_raised_audibly() -> None:
@@ -1193,6 +1202,10 @@ def test_weights_that_do_not_fit_are_refused() -> None:
             engine.update_params(weights(1)._replace(layers=()))
         with pytest.raises(ValueError, match="no tree of the model's shape"):
             engine.update_params(3)
+        with pytest.raises(ValueError, match=f"pairs of .* and one is '{name}' with a ndarray"):
+            engine.update_params({name: pairs[name].numpy()})
+        with pytest.raises(ValueError, match="layers=None must be a record of functions"):
+            engine.update_layers(None)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=f"1 parameters got no new value, the first is '{name}'"):
             engine.update_params({key: value for key, value in pairs.items() if key != name})
         with pytest.raises(ValueError, match=r"down_proj.*\[96, 64\].*\[64, 96\]|down_proj.*\[64, 96\].*\[96, 64\]"):
