@@ -768,8 +768,7 @@ def device_named(name: str | torch.device | None) -> torch.device:
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= visible:
         raise ValueError(
-            f"device={str(name)!r}, but torch sees {visible} GPUs; use device='cpu' or another number, or see "
-            "funclaunch doctor"
+            f"device={str(name)!r}, and torch sees {visible} GPUs; use cpu or another number, or see funclaunch doctor"
         )
     return device
 
