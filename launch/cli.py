@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
 import time
 import traceback
@@ -68,6 +69,7 @@ class Group(click.Group):
     command_class = Command
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
+        _replace_closed_streams()
         code: Any = 0
         try:
             code = super().main(*args, standalone_mode=False, **extra)  # type: ignore[call-overload]
@@ -84,6 +86,15 @@ class Group(click.Group):
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             raise click.UsageError(f"there is no command {args[0]!r}; {opt.nearest(args[0], self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
+
+
+def _replace_closed_streams() -> None:
+    """Python leaves None where a standard stream is closed; nothing to read, and nobody who reads, do as well."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def kind_of(error: Exception) -> type[click.ClickException]:
@@ -148,7 +159,7 @@ def _read_config(ctx: click.Context, param: click.Parameter, file: str | None) -
     if file is not None:
         flags = {p.opts[0].lstrip("-").replace("-", "_"): p for p in ctx.command.params if isinstance(p, click.Option)}
         keys = [
-            opt.Key(name=name, multiple=p.multiple, flag=p.is_flag)
+            opt.Key(name=name, multiple=p.multiple, flag=p.is_flag, text=p.type is click.STRING)
             for name, p in flags.items()
             if name not in ("config", "debug")
         ]
@@ -347,7 +358,7 @@ def generate(ctx: click.Context, **values: Any) -> None:
             run = _run_one if len(lines) == 1 else _run_many
             run(engine, lines, prompts, sampling, rows, quiet=values["output"] == "-")
         finally:
-            _write_rows(values["output"], rows, print_texts=len(lines) > 1)
+            _write_rows(values["output"], rows, are_many=len(lines) > 1)
     if any("error" in row for row in rows.values()):
         ctx.exit(2)
 
@@ -568,12 +579,17 @@ def _run_one(
 ) -> None:
     """Streams a single prompt to stdout. Raises ValueError where it cannot be served."""
     prompt, started = prompts[0], time.perf_counter()
-    if isinstance(prompt, ValueError):
-        raise prompt
+    try:
+        if isinstance(prompt, ValueError):
+            raise prompt
+        deltas = engine.stream(prompt, sampling[0])
+    except ValueError as error:
+        rows[0] = _refused_row(0, lines[0], prompt, str(error))
+        raise
     pieces: list[str] = []
     token_ids: list[int] = []
     reason: str | None = None
-    for delta in engine.stream(prompt, sampling[0]):
+    for delta in deltas:
         pieces.append(delta.text)
         token_ids += delta.token_ids
         reason = delta.finish_reason
@@ -671,18 +687,19 @@ def _check_output(file: str | None) -> None:
         raise ValueError(f"--output {file} cannot be written: {error.strerror}") from None
 
 
-def _write_rows(file: str | None, rows: dict[int, dict[str, Any]], *, print_texts: bool) -> None:
+def _write_rows(file: str | None, rows: dict[int, dict[str, Any]], *, are_many: bool) -> None:
     """What is finished, in the order of the prompts: to the file, or else the texts of many prompts to stdout."""
     ordered = [rows[index] for index in sorted(rows)]
     for row in ordered:
-        if "error" in row:
+        if are_many and "error" in row:
             click.echo(f"error: prompt {row['index']}: {row['error']}", err=True)
     if file == "-":
-        _dump(ordered, sys.stdout)
+        with _written("stdout"):
+            _dump(ordered, sys.stdout)
     elif file is not None:
-        with open(file, "w", encoding="utf-8") as out:
+        with _written(f"--output {file}"), open(file, "w", encoding="utf-8") as out:
             _dump(ordered, out)
-    elif print_texts:
+    elif are_many:
         for row in ordered:
             if "error" not in row:
                 click.echo(f"--- prompt {row['index']}", err=True)
@@ -691,15 +708,41 @@ def _write_rows(file: str | None, rows: dict[int, dict[str, Any]], *, print_text
 
 def _dump(rows: list[dict[str, Any]], out: TextIO) -> None:
     for row in rows:
-        out.write(json.dumps(row, ensure_ascii=False) + "\n")
+        out.write(_json_line(row, _encoding(out)))
     out.flush()
+
+
+def _json_line(row: dict[str, Any], encoding: str) -> str:
+    """A row as JSON, with escapes only where it holds what the encoding lacks."""
+    line = json.dumps(row, ensure_ascii=False) + "\n"
+    try:
+        line.encode(encoding)
+    except UnicodeEncodeError:
+        return json.dumps(row) + "\n"
+    return line
 
 
 def _write_text(text: str) -> None:
     """Text to stdout at once; characters that its encoding lacks become question marks."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-    sys.stdout.flush()
+    encoding = _encoding(sys.stdout)
+    with _written("stdout"):
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+
+
+def _encoding(out: TextIO) -> str:
+    return getattr(out, "encoding", None) or "utf-8"
+
+
+@contextlib.contextmanager
+def _written(name: str) -> Iterator[None]:
+    """Names what could not be written, such as a full disk; a reader that has left is another matter."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise Failed(f"{name} cannot be written: {error.strerror or error}") from error
 
 
 def _log_start(engine: Engine, sampling: SamplingParams) -> None:
@@ -773,7 +816,8 @@ def _check_space(folder: Path, wanted: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < wanted:
         raise ValueError(
-            f"{folder} needs {wanted / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; use fewer --layers or another disk"
+            f"{folder} needs {wanted / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free there; use fewer --layers or "
+            "another disk"
         )
 
 

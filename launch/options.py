@@ -26,6 +26,7 @@ LAYER_FUNCTIONS = ("norm", "qk_norm", "rope", "attention", "mlp", "linear", "blo
 
 _LAYER = re.compile(r"(?P<name>[^@=]*)(?:@(?P<layers>[^=]*))?=(?P<module>[^:]*):(?P<attribute>.*)")
 _RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+_MAX_LAYER = 9999  # far above any model's; a range is spelled out
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -68,6 +69,8 @@ def parse_ranges(text: str, where: str) -> tuple[int, ...]:
         first, _, last = piece.partition("-")
         if last and int(last) < int(first):
             raise ValueError(f"--layer {where!r}: the range {piece} runs backwards; write {last}-{first}")
+        if int(last or first) > _MAX_LAYER:
+            raise ValueError(f"--layer {where!r}: no model has a layer {last or first}; layers count from 0")
         numbers.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(numbers))
 
@@ -123,11 +126,15 @@ def _layer_names(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key that a run file may hold: a flag's name with underscores, and how many values it takes."""
+    """One key that a run file may hold: a flag's name with underscores, and which values it takes.
+
+    multiple: a list of them. flag: true or false. text: any words, so one that YAML reads as a boolean is refused.
+    """
 
     name: str
     multiple: bool = False
     flag: bool = False
+    text: bool = False
 
 
 def read_run_file(file: str | Path, keys: Sequence[Key]) -> dict[str, Any]:
@@ -139,7 +146,8 @@ def read_run_file(file: str | Path, keys: Sequence[Key]) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        text = Path(file).read_text(encoding="utf-8")
+        content, twice = yaml.safe_load(text), _twice(yaml.compose(text, yaml.SafeLoader))
     except FileNotFoundError:
         raise ValueError(f"{file} does not exist; --config takes a YAML file of flags, such as `tp: 2`") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -150,6 +158,8 @@ def read_run_file(file: str | Path, keys: Sequence[Key]) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ValueError(f"{file} must hold `flag: value` lines, and holds a {type(content).__name__}")
+    if twice is not None:
+        raise ValueError(f"{file}: {twice} is given twice; keep one")
     known = {key.name: key for key in keys}
     values: dict[str, Any] = {}
     for written, value in content.items():
@@ -163,27 +173,57 @@ def read_run_file(file: str | Path, keys: Sequence[Key]) -> dict[str, Any]:
     return values
 
 
+def _twice(node: Any) -> str | None:
+    """The first key that a mapping of a YAML text holds twice; the parser would keep the last."""
+    names = [key.value for key, _ in node.value if isinstance(key.value, str)] if _is_mapping(node) else []
+    return next((name for name in names if names.count(name) > 1), None)
+
+
+def _is_mapping(node: Any) -> bool:
+    import yaml
+
+    return isinstance(node, yaml.MappingNode)
+
+
 def _run_value(value: Any, key: Key, where: str) -> Any:
     if isinstance(value, Mapping):
-        value = [f"{name}={_plain(entry, False, where)}" for name, entry in value.items()]
+        if not key.multiple:
+            raise ValueError(f"{where} takes one value, and got a mapping")
+        return [f"{name}={_pair_value(entry, where)}" for name, entry in value.items()]
     if isinstance(value, list) and not key.multiple:
         raise ValueError(f"{where} takes one value, and got a list of {len(value)}")
     if key.multiple:
-        return [_plain(entry, key.flag, where) for entry in (value if isinstance(value, list) else [value])]
-    return _plain(value, key.flag, where)
+        return [_plain(entry, key, where) for entry in (value if isinstance(value, list) else [value])]
+    return _plain(value, key, where)
 
 
-def _plain(value: Any, flag: bool, where: str) -> Any:
-    """A scalar as its flag's parser wants it; YAML reads the words on and off as booleans."""
-    if flag:
+def _pair_value(value: Any, where: str) -> str:
+    """The value of a name=value pair, which is read as YAML again."""
+    return _yaml(value) if isinstance(value, bool) else _text(value, where)
+
+
+def _plain(value: Any, key: Key, where: str) -> Any:
+    """A scalar as its flag's parser wants it."""
+    if key.flag:
         if not isinstance(value, bool):
             raise ValueError(f"{where} must be true or false, and is {value!r}")
         return value
     if isinstance(value, bool):
+        if key.text:
+            raise ValueError(f"{where} is {_yaml(value)} to YAML, as yes, no, on and off are; put the word in quotes")
         return "on" if value else "off"
+    return _text(value, where)
+
+
+def _text(value: Any, where: str) -> str:
     if isinstance(value, (int, float, str)):
         return str(value)
-    raise ValueError(f"{where} must be a number or a word, and is a {type(value).__name__}")
+    kind = "empty" if value is None else f"a {type(value).__name__}"
+    raise ValueError(f"{where} must be a number or a word, and is {kind}")
+
+
+def _yaml(value: bool) -> str:
+    return "true" if value else "false"
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
@@ -202,6 +242,7 @@ class PromptLine:
 def read_prompts(file: str | Path) -> list[PromptLine]:
     """The prompts of a file. `.txt`: one a line, an empty line being an empty prompt. `.jsonl`: one value a line, blank
     lines skipped: an object with "prompt", "prompt_token_ids" or "messages", perhaps "sampling", or an array of ids.
+    Other keys of an object, such as a number of its own, are passed over, but for those that belong into "sampling".
     """
     file = Path(file)
     if file.suffix not in (".txt", ".jsonl"):
@@ -227,7 +268,7 @@ def parse_prompt(line: str, where: str) -> PromptLine:
     """One line of a .jsonl file."""
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
     if isinstance(value, list):
         return PromptLine(token_ids=_ids(value, where))
@@ -237,12 +278,26 @@ def parse_prompt(line: str, where: str) -> PromptLine:
     if len(given) != 1:
         what = f'holds both "{given[0]}" and "{given[1]}"' if given else "holds no prompt"
         raise ValueError(f'{where} {what}; give one of "prompt", "prompt_token_ids" and "messages"')
+    _refuse_misplaced(value, where)
     return PromptLine(
         prompt=_typed(value.get("prompt"), str, f"{where}: prompt"),
         token_ids=_ids(value["prompt_token_ids"], where) if given == ["prompt_token_ids"] else None,
         messages=_messages(value["messages"], where) if given == ["messages"] else None,
         sampling=_typed(value.get("sampling"), dict, f"{where}: sampling"),
     )
+
+
+def _refuse_misplaced(line: Mapping[str, Any], where: str) -> None:
+    """Keys that a reader would take for sampling, and that nothing reads where they stand."""
+    from funcllm.launch.request import SamplingParams
+
+    misplaced = sorted(line.keys() & {field.name for field in fields(SamplingParams)})
+    if misplaced:
+        name = misplaced[0]
+        raise ValueError(f'{where}: "{name}" stands beside the prompt; write "sampling": {{"{name}": ...}}')
+    mistyped = [key for key in line if key != "sampling" and difflib.get_close_matches(key, ["sampling"], cutoff=0.8)]
+    if mistyped:
+        raise ValueError(f'{where}: there is no key "{mistyped[0]}"; did you mean "sampling"?')
 
 
 def encode_prompt(
@@ -276,6 +331,8 @@ def parse_template_args(texts: Sequence[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise ValueError(f"--template-arg {text!r} must read name=value, such as enable_thinking=false")
+        if name in ("self", "messages"):
+            raise ValueError(f"--template-arg {text!r}: {name} is not yours to give; messages come from the prompts")
         try:
             values[name] = yaml.safe_load(value) if value else ""
         except yaml.YAMLError:
