@@ -7,6 +7,7 @@ a function by the `__name__` in its globals, and the `__main__` of a worker is a
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import io
@@ -68,15 +69,22 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "_make_function" and module.split(".")[0] == "cloudpickle":
-            return self._make_function
+            return functools.partial(_make_function, self._by_globals)  # no method: Python 3.10 never frees that cycle
         return super().find_class(module, name)
 
-    def _make_function(
-        self, code: types.CodeType, shared: dict[str, Any], name: Any, argdefs: Any, closure: Any
-    ) -> types.FunctionType:
-        if id(shared) not in self._by_globals:
-            self._by_globals[id(shared)] = (shared, _module_of(shared))
-        return types.FunctionType(code, self._by_globals[id(shared)][1].__dict__, name, argdefs, closure)
+
+def _make_function(
+    by_globals: dict[int, tuple[dict[str, Any], types.ModuleType]],
+    code: types.CodeType,
+    shared: dict[str, Any],
+    name: Any,
+    argdefs: Any,
+    closure: Any,
+) -> types.FunctionType:
+    """A function that cloudpickle rebuilds, whose globals are those of the module of its shared globals."""
+    if id(shared) not in by_globals:
+        by_globals[id(shared)] = (shared, _module_of(shared))
+    return types.FunctionType(code, by_globals[id(shared)][1].__dict__, name, argdefs, closure)
 
 
 def _module_of(shared: dict[str, Any]) -> types.ModuleType:
