@@ -260,3 +260,14 @@ def test_a_table_of_measured_sizes_is_all_that_the_fast_bundle_needs(monkeypatch
     assert calls.count["ahead_linear"] == decode_steps * CONFIG.num_layers * len(sizes)
     for name in ("ahead_linear", "add_rms_norm"):
         assert getattr(with_ahead_blocks(FAST, torch.device("cpu")), name).keywords["pdl"]
+
+
+def test_inspection_shows_what_is_in_use_at_each_number_of_rows() -> None:
+    from funcllm.launch.inspect_model import fused_blocks
+
+    rows = fused_blocks(qwen3(CONFIG, kernels=EVERY), EVERY)
+    assert [row["layer"] for row in rows] == list(range(CONFIG.num_layers))
+    assert set(rows[0]["small"]) == NAMES - AHEAD_BLOCKS
+    assert set(rows[0]["ahead"]) == NAMES - SMALL_BLOCKS
+    assert set(rows[0]["decode"]) == NAMES - SMALL_BLOCKS - AHEAD_BLOCKS
+    assert set(fused_blocks(qwen3(CONFIG, kernels=FAST), FAST)[0]) == {"layer", "decode", "prefill"}
