@@ -325,6 +325,46 @@ def test_a_file_that_is_no_safetensors_is_named(folder):
         load(folder)
 
 
+def edit_header(file, edit):
+    """Rewrites the header of a safetensors file; edit takes the record of a norm's weight."""
+    content = file.read_bytes()
+    end = 8 + struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8:end])
+    edit(header["model.norm.weight"])
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + content[end:])
+
+
+@pytest.mark.parametrize("offsets", [[0, 2], [5], ["a", "b"], []], ids=["of another tensor", "one", "words", "none"])
+def test_a_header_that_does_not_fit_its_file_is_named(folder, offsets):
+    edit_header(folder / WEIGHTS, lambda record: record.update(data_offsets=offsets))
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors (is damaged|has no readable safetensors header).*fetch it"
+    ):
+        load(folder)
+
+
+def test_bytes_behind_the_last_tensor_are_named(folder):
+    with (folder / WEIGHTS).open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged \(.*\); fetch it again"):
+        load(folder)
+
+
+def test_a_folder_in_the_place_of_the_weights_is_named(folder):
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).mkdir()
+    with pytest.raises(ValueError, match=r"model\.safetensors is a folder, and should be a safetensors file"):
+        load(folder)
+
+
+@pytest.mark.parametrize("weight_map", [{"a": 5}, {"a": 5, "b": "c"}, {"a": None}])
+def test_an_index_that_names_no_files_is_refused(sharded, weight_map):
+    edit_json(sharded / INDEX, weight_map=weight_map)
+    with pytest.raises(ValueError, match="has a weight_map of other values than file names"):
+        load(sharded)
+
+
 def test_a_git_lfs_pointer_is_named(folder):
     (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 100\n")
     with pytest.raises(ValueError, match=r"Git LFS pointer, not the weights; run `git lfs pull`"):

@@ -131,6 +131,7 @@ def test_the_demo_is_the_default(tmp_path, monkeypatch):
     [
         ("/no/such/folder", "/no/such/folder is neither a folder nor a Hub id; give a model folder, org/name, or demo"),
         ("qwen3", "qwen3 is neither a folder nor a Hub id"),
+        ("", "the model's name is empty"),
         (__file__, "is a file; name the folder that holds config.json"),
     ],
 )

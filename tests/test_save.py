@@ -10,12 +10,13 @@ from safetensors.torch import load_file
 
 from funcllm.config import ModelConfig
 from funcllm.group import Group, run_threads
+from funcllm.launch.tokenizer import _OTHER_KINDS
 from funcllm.qwen3 import param_specs
 from funcllm.record import Layers
 from funcllm.specs import init_params, named
 from funcllm.types import PyTree
 from funcllm.weights.load import load_params
-from funcllm.weights.save import save_params, split_shards
+from funcllm.weights.save import copy_tokenizer, save_params, split_shards
 from tests.tiny import HF_CONFIGS, tiny_config, tiny_folder
 
 
@@ -140,6 +141,15 @@ def test_the_tokenizer_is_copied(tmp_path):
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"a": 1}'
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
     assert not (tmp_path / "out" / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", *_OTHER_KINDS])
+def test_every_kind_of_tokenizer_that_is_read_is_copied(tmp_path, name):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "source" / name).write_text("x")
+    copy_tokenizer(tmp_path / "source", tmp_path / "out")
+    assert (tmp_path / "out" / name).read_text() == "x"
 
 
 def test_shards_are_cut_in_order_and_stay_within_their_size():

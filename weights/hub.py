@@ -8,7 +8,7 @@ from pathlib import Path
 DEMO = Path(__file__).resolve().parent / "demo"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
+_WANTED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model", "spiece.model"]
 _UNWANTED = ["*/*", "consolidated*"]  # the same weights in their makers' own format
 
 
@@ -22,6 +22,8 @@ def resolve(model: str | Path | None = None) -> Path:
         if not (DEMO / "config.json").exists():
             raise ValueError(f"the bundled demo model is missing from {DEMO}; reinstall funcllm or name a model")
         return DEMO
+    if not str(model):
+        raise ValueError("the model's name is empty; give a model folder, org/name, or demo")
     path = Path(model).expanduser()
     if path.is_dir():
         return path

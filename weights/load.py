@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from funcllm.config import ModelConfig, parse_dtype, read_json
@@ -225,6 +225,8 @@ def open_checkpoint(folder: str | Path) -> dict[str, Entry]:
 
 def read_header(file: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file; one that is cut short, or no safetensors file at all, is a ValueError."""
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder, and should be a safetensors file; fetch it again")
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -241,7 +243,7 @@ def read_header(file: Path) -> dict[str, Entry]:
                 name: Entry(file=file, name=name, dtype=value["dtype"], shape=tuple(value["shape"]))
                 for name, value in header.items()
             }
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise ValueError(f"{file} has no readable safetensors header; fetch it again") from None
     if end > size:
         raise ValueError(f"{file} is cut short: {size} bytes of {end}; the download is incomplete, fetch it again")
@@ -256,6 +258,8 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{folder / INDEX} has no weight_map; fetch it again")
+        if any(not isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{folder / INDEX} has a weight_map of other values than file names; fetch it again")
         return [folder / name for name in sorted(set(weight_map.values()))], weight_map
     files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("adapter_"))
     if not files:
@@ -429,7 +433,10 @@ def _files() -> Callable[[Path], Any]:
 
     def open_file(file: Path) -> Any:
         if file not in opened:
-            opened[file] = safe_open(str(file), framework="pt", device="cpu")
+            try:
+                opened[file] = safe_open(str(file), framework="pt", device="cpu")
+            except SafetensorError as error:
+                raise ValueError(f"{file} is damaged ({error}); fetch it again") from error
         return opened[file]
 
     return open_file

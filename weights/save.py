@@ -30,6 +30,8 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "spiece.model",
+    "vocab.txt",
     "vocab.json",
     "merges.txt",
     "special_tokens_map.json",
