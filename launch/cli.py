@@ -370,7 +370,8 @@ Examples:
   funclaunch chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence." --template-arg enable_thinking=false
 
 \b
-/reset forgets the conversation, /exit ends; so do Ctrl-D and Ctrl-C.""",
+/reset forgets the conversation, /exit ends; so do Ctrl-D and Ctrl-C. What a model writes between <think> and </think>
+is shown, and kept apart from its answer in the conversation.""",
 )
 @_template_options
 @_sampling_options(1024)
@@ -781,6 +782,8 @@ def _turn(
     template_args: dict[str, Any],
 ) -> list[dict[str, str]]:
     """One turn; the conversation behind it. A turn that cannot be served leaves the conversation as it was."""
+    from funcllm.launch.text import THINK_OPEN, opens_thinking
+
     asked = [*messages, {"role": "user", "content": line}]
     assert engine.tokenizer is not None
     try:
@@ -790,11 +793,23 @@ def _turn(
         click.echo(f"error: {error}; /reset forgets the conversation", err=True)
         return messages
     pieces = []
+    is_thinking = opens_thinking(rendered)
+    if is_thinking:
+        _write_text(f"{THINK_OPEN}\n")
     for delta in deltas:
         pieces.append(delta.text)
         _write_text(delta.text)
     _write_text("\n")
-    return [*asked, {"role": "assistant", "content": "".join(pieces)}]
+    return [*asked, _reply("".join(pieces), is_thinking)]
+
+
+def _reply(text: str, opened_by_template: bool) -> dict[str, str]:
+    """The assistant's message: its answer, and what it thought under the name that chat templates know."""
+    from funcllm.launch.text import split_thinking
+
+    thinking, answer, _ = split_thinking(text, opened_by_template)
+    message = {"role": "assistant", "content": answer}
+    return message | {"reasoning_content": thinking} if thinking else message
 
 
 # --- models ----------------------------------------------------------------------------------------------------------

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from funcllm.launch import options as opt
-from funcllm.launch.cli import main
+from funcllm.launch.cli import _turn, main
+from funcllm.launch.engine import Delta
+from funcllm.launch.request import SamplingParams
+from funcllm.launch.tokenizer import wrap_tokenizer
+from funcllm.weights.random_model import byte_tokenizer
 
 GREEDY = ("--temperature", "0", "--max-tokens", "4")
 
@@ -212,3 +219,45 @@ def test_a_closed_standard_stream_is_an_empty_one(byte_folder: Path, tmp_path: P
 def test_a_chat_without_stdin_ends(byte_folder: Path) -> None:
     result = process("chat", "--model", byte_folder, stdin=subprocess.DEVNULL, preexec_fn=without(0))
     assert (result.returncode, result.stdout) == (0, "")
+
+
+# --- thinking --------------------------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}{% if m.reasoning_content %} thought {{ m.reasoning_content }}{% endif %}]"
+    "{{ m.content }}{% endfor %}[assistant]{% if thinks %}<think>\n{% endif %}"
+)
+
+
+class Scripted:
+    """Stands for an engine: replies as told, in pieces, and keeps the prompts that it was asked."""
+
+    def __init__(self, *replies: str) -> None:
+        self.replies, self.prompts = list(replies), []  # type: ignore[var-annotated]
+        self.tokenizer = replace(wrap_tokenizer(byte_tokenizer()), chat_templates={"default": TEMPLATE})
+
+    def stream(self, prompt: list[int], sampling: Any) -> Iterator[Delta]:
+        self.prompts.append(self.tokenizer.decode(prompt))
+        for piece in re.findall(".{1,3}", self.replies.pop(0), re.DOTALL):
+            yield Delta(piece, [], None)
+
+
+@pytest.mark.parametrize(
+    ("reply", "opened", "shown", "kept"),
+    [
+        ("<think>\nhm\n</think>\n\nyes", False, "<think>\nhm\n</think>\n\nyes\n", "[assistant thought hm]yes"),
+        ("hm\n</think>\n\nyes", True, "<think>\nhm\n</think>\n\nyes\n", "[assistant thought hm]yes"),
+        ("hm, and", True, "<think>\nhm, and\n", "[assistant thought hm, and]"),
+        ("yes <b>", False, "yes <b>\n", "[assistant]yes <b>"),
+    ],
+    ids=["both tags", "opened by the template", "cut while thinking", "no thinking"],
+)
+def test_a_chat_keeps_thinking_apart(
+    capsys: pytest.CaptureFixture[str], reply: str, opened: bool, shown: str, kept: str
+) -> None:
+    engine, messages = Scripted(reply, "bye"), []  # type: ignore[var-annotated]
+    for line in ("hi", "so"):
+        messages = _turn(engine, messages, line, SamplingParams(), {"thinks": opened})  # type: ignore[arg-type]
+        if line == "hi":
+            assert capsys.readouterr().out == shown
+    assert engine.prompts[1].removesuffix("<think>\n") == f"[user]hi{kept}[user]so[assistant]"
