@@ -47,12 +47,14 @@ def attend(
     softcap: float = 0.0,
     sinks_n: Tensor | tuple[()] = (),
     scale: float | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Causal attention of the step's queries over the cache -> out_tnh, decode rows and chunks alike.
 
     window: a query sees the last `window` positions, its own included (0: all). softcap: scores become
     softcap * tanh(score / softcap) (0: off). sinks_n: one logit a head that takes weight and gives no value.
-    scale: of the scores; head_dim ** -0.5 by default.
+    scale: of the scores; head_dim ** -0.5 by default. early: this step writes nothing into the cache but each token's
+    own key and value, which lets a kernel read older ones before its predecessor has ended.
     """
     inputs = context.inputs
     return context.kernels.attend(
@@ -65,6 +67,7 @@ def attend(
         window=window,
         softcap=softcap,
         sinks_n=sinks_n,
+        early=early,
     )
 
 

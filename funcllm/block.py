@@ -126,7 +126,7 @@ def heads_of(qkv: Tensor, params: AttentionParams, cache: PyTree, context: Conte
             context.inputs.slots_t,
         )
         cache = LayerCache(*caches)
-        return attend(q_tnh, cache, context), cache
+        return attend(q_tnh, cache, context, early=context.batch != "mixed"), cache
     layer = context.layer
     for place in ("qk_norm", "rope"):
         pair = getattr(layer, place)(q_tnh, k_tkh, own(getattr(params, place), params), context)

@@ -266,7 +266,7 @@ def _decode_inputs(
         query_lens_b=step.query_lens_b,
         logit_tokens_l=step.logit_tokens_b,
         samples_l=step.samples_b,
-        decode=DecodeRows(step.block_table_bm, step.kv_lens_b),
+        decode=DecodeRows(step.block_table_bm, step.kv_lens_b, step.counters_bk),
         chunks=(),
         sampling=SamplingInputs(
             temperature_l=step.temperature_b,

@@ -168,6 +168,7 @@ class DecodeRows(NamedTuple):
 
     block_table_bm: Tensor  # int32
     kv_lens_b: Tensor  # int32; with the token of this step; padding rows point at the trash block with length 1
+    counters_bk: Tensor | tuple[()] = ()  # int32 zeros, which every kernel that counts on them leaves behind
 
 
 class ChunkRows(NamedTuple):

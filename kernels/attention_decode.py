@@ -43,6 +43,7 @@ _SCRATCH_BYTES = 12288  # shared memory beside the tiles
 _COMBINE_WARPS = 4
 _VALUES_IN_FLIGHT = 56  # of partial results, a thread; with 64 a variant spills
 _ONE_LAUNCH = False  # where counters are given; not measured yet
+_EARLY = False  # where the caller allows it; not measured yet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,8 @@ def decode_attention(
 
     counters_bk: int32 zeros, at least one a row and KV head, for a launch that combines its splits itself, which leaves
     zeros behind. Launches that may run at the same time need counters of their own; those behind each other in a stream
-    share them. early: an early start with prefetch, by the rule of DecodeConfig.prefetch, which the caller answers for.
+    share them; too few are not used. early: an early start with prefetch, by the rule of DecodeConfig.prefetch, which
+    the caller answers for.
     """
     batch, num_heads, head_dim = q_bnh.shape
     _, block_size, num_kv_heads, _ = k_cache_pskh.shape
@@ -164,8 +166,10 @@ def decode_attention(
         max_len = block_table_bm.shape[1] * block_size
         config = choose_config(batch, num_kv_heads, head_dim, max_len, q_bnh.element_size(), *device_size(q_bnh.device))
         pdl = q_bnh.is_cuda and torch.cuda.get_device_capability(q_bnh.device) >= (9, 0)
-        config = replace(config, pdl=pdl, early=pdl and early, prefetch=pdl and early)
-    config = replace(config, one_launch=config.one_launch and config.splits > 1 and counters_bk is not None)
+        early = pdl and early and _EARLY
+        config = replace(config, pdl=pdl, early=early, prefetch=early)
+    is_counted = counters_bk is not None and counters_bk.shape[1] >= num_kv_heads
+    config = replace(config, one_launch=config.one_launch and config.splits > 1 and is_counted)
     splits = config.splits
     if splits > 1:
         partials = torch.empty((batch, num_heads, splits, head_dim), dtype=torch.float32, device=q_bnh.device)

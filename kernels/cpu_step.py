@@ -42,6 +42,7 @@ class DecodeStep(NamedTuple):
     lengths_b: Tensor
     noise_keys_b2: Tensor
     filters: RowFilters
+    counters_bk: Tensor | tuple[()] = ()
 
 
 def decode_inputs(

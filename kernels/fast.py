@@ -36,9 +36,11 @@ def attend(
     window: int = 0,
     softcap: float = 0.0,
     sinks_n: Tensor | tuple[()] = (),
+    early: bool = False,
 ) -> Tensor:
     """reference.attend by our own kernels; on CUDA the block size is a power of two >= 16."""
-    return _attend(q_tnh, k_cache_pskh, v_cache_pskh, decode, chunks, sinks_n, scale, window, softcap, ops.TRITON)
+    options = (sinks_n, scale, window, softcap, ops.TRITON, early)
+    return _attend(q_tnh, k_cache_pskh, v_cache_pskh, decode, chunks, *options)
 
 
 def attend_flash(
@@ -52,9 +54,11 @@ def attend_flash(
     window: int = 0,
     softcap: float = 0.0,
     sinks_n: Tensor | tuple[()] = (),
+    early: bool = False,
 ) -> Tensor:
     """As `attend`, chunks by flash-attn-4, which wants the unused slots of a sequence's last block to be finite."""
-    return _attend(q_tnh, k_cache_pskh, v_cache_pskh, decode, chunks, sinks_n, scale, window, softcap, ops.FLASH)
+    options = (sinks_n, scale, window, softcap, ops.FLASH, early)
+    return _attend(q_tnh, k_cache_pskh, v_cache_pskh, decode, chunks, *options)
 
 
 def copy_slots(k_cache_pskh: Tensor, v_cache_pskh: Tensor, copies_n3: Tensor) -> None:
@@ -82,6 +86,7 @@ def _attend(
     window: int,
     softcap: float,
     prefill: str,
+    early: bool,
 ) -> Tensor:
     refuse_transforms("attend", q_tnh, k_cache_pskh, v_cache_pskh, sinks_n)
     op: Callable[..., Tensor] = ops.attend_cpu if runs_on_cpu(q_tnh) else torch.ops.funcllm.attend.default
@@ -89,11 +94,13 @@ def _attend(
         q_tnh,
         k_cache_pskh,
         v_cache_pskh,
-        *(decode or (None, None)),
+        *(decode[:2] or (None, None)),
         *(chunks or (None, None, None, None)),
         sinks_n if isinstance(sinks_n, Tensor) else None,
         scale,
         window,
         softcap,
         prefill,
+        decode[2] if len(decode) > 2 and isinstance(decode[2], Tensor) else None,
+        early,
     )

@@ -11,7 +11,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-DecodeTensors = tuple[Tensor, Tensor] | tuple[()]  # block_table_bm, kv_lens_b
+DecodeTensors = tuple[Any, ...]  # (block_table_bm, kv_lens_b) and, for kernels that use them, counters_bk; or ()
 ChunkTensors = tuple[Tensor, Tensor, Tensor, Tensor] | tuple[()]  # block_table_cm, kv_lens_c, query_starts_c1, span_q
 
 _PHILOX_ROUNDS = 10
@@ -43,6 +43,7 @@ def attend(
     window: int = 0,
     softcap: float = 0.0,
     sinks_n: Tensor | tuple[()] = (),
+    early: bool = False,
 ) -> Tensor:
     """Causal attention of the packed queries over the paged cache -> out_tnh.
 
@@ -50,14 +51,15 @@ def attend(
     kv_len - n + i. window > 0: a query sees the last `window` positions, its own included. softcap > 0: scores become
     softcap * tanh(score / softcap). sinks_n: one more logit a head in the softmax that carries no value. Tokens behind
     the last chunk come out as 0, and so does a row without keys. Slots outside a row's own length are never used, not
-    even multiplied by 0.
+    even multiplied by 0. early: this step wrote nothing but each decode row's newest key, so that a kernel may read the
+    others before its predecessor has ended; it changes no value.
     """
     out_tnh = torch.zeros_like(q_tnh)
     token_t = torch.arange(q_tnh.shape[0], device=q_tnh.device)
     num_decode = decode[0].shape[0] if decode else 0
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks_n": sinks_n}
     if decode:
-        block_table_bm, kv_lens_b = decode
+        block_table_bm, kv_lens_b = decode[:2]
         rows = [
             _attend_row(q_tnh[i : i + 1], k_cache_pskh, v_cache_pskh, table_m, length[None] - 1, length, **options)
             for i, (table_m, length) in enumerate(zip(block_table_bm, kv_lens_b))

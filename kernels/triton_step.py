@@ -17,6 +17,7 @@ from funcllm.kernels.cpu_step import DecodeStep, StateFilters
 from funcllm.kernels.triton_sampler import philox_words
 
 _TABLE_BLOCK = 1024
+_COUNTERS = 32  # KV heads that have a counter, of every row
 _ADVANCE_BLOCK = 512  # rows that the one program of `advance` takes at a time
 
 
@@ -63,6 +64,7 @@ def decode_inputs(
         lengths_b=empty(i32),
         noise_keys_b2=empty(i64, 2),
         filters=(empty(i32), empty(f32), empty(f32), empty(i32, num_stops)) if filters else (),
+        counters_bk=empty(i32, _COUNTERS),
     )
     if num_rows == 0:
         return step
@@ -82,6 +84,7 @@ def decode_inputs(
         step.samples_b.view(torch.uint8),
         *step[8:14],
         *(step.filters or unused * 4),
+        step.counters_bk,
         token_ids_re.shape[1],
         width,
         block_size,
@@ -146,7 +149,7 @@ def advance(
 def decode_constants(num_stops: int) -> dict[str, Any]:
     """The compile-time arguments of the inputs' kernel; num_stops: 0 without filters."""
     padded = max(1, triton.next_power_of_2(num_stops))
-    return {"NUM_STOPS": num_stops, "PADDED_STOPS": padded, "BLOCK": _TABLE_BLOCK}
+    return {"NUM_STOPS": num_stops, "PADDED_STOPS": padded, "BLOCK": _TABLE_BLOCK, "COUNTERS": _COUNTERS}
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -186,12 +189,14 @@ def _decode_inputs_kernel(
     top_p_ptr,
     min_p_ptr,
     forbidden_ptr,
+    counters_ptr,
     capacity,
     width,
     block_size,
     NUM_STOPS: tl.constexpr,
     PADDED_STOPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    COUNTERS: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(decode_rows_ptr + index)
@@ -212,6 +217,7 @@ def _decode_inputs_kernel(
         blocks = tl.load(table_row_ptr + start + at, mask=inside)
         tl.store(block_table_ptr + index * width + start + at, blocks, mask=inside)
 
+    tl.store(counters_ptr + index * COUNTERS + tl.arange(0, COUNTERS), tl.zeros([COUNTERS], tl.int32))
     is_live = row > 0
     tl.store(rows_ptr + index, row)
     tl.store(token_ids_ptr + index, token)

@@ -124,7 +124,14 @@ def test_inputs_of_a_decode_step(device: str, bucket: int, width: int, block_siz
         sampling = ours.sampling
         assert sampling
         assert_same(sampling.noise_keys_l2, reference.noise_keys(sampling.seed_l, sampling.positions_l))
-        assert_same(ours._replace(sampling=sampling._replace(noise_keys_l2=())), theirs)
+        decode = ours.decode
+        assert decode
+        counters_bk = decode.counters_bk
+        assert isinstance(counters_bk, Tensor)
+        assert (counters_bk.shape, counters_bk.dtype) == ((bucket, 32), torch.int32)
+        assert not counters_bk.any()
+        plain = ours._replace(sampling=sampling._replace(noise_keys_l2=()), decode=decode._replace(counters_bk=()))
+        assert_same(plain, theirs)
         assert ours.rows_t is ours.rows_b
         assert_same(state, before)
 
