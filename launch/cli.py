@@ -600,15 +600,7 @@ def _run_one(
         _write_text("\n")
     seconds = time.perf_counter() - started
     click.echo(f"{len(token_ids)} tokens in {seconds:.2f} s, ended by {reason}", err=True)
-    rows[0] = {
-        "index": 0,
-        "prompt": lines[0].prompt,
-        "prompt_token_ids": prompt,
-        "text": "".join(pieces),
-        "token_ids": token_ids,
-        "finish_reason": reason,
-        "cached_tokens": 0,  # a new engine's prefix cache is empty
-    }
+    rows[0] = _row(0, lines[0], prompt, "".join(pieces), token_ids, str(reason))
 
 
 def _run_many(
@@ -638,7 +630,7 @@ def _run_many(
             for request_id in engine.step():
                 if request_id in pending:
                     index = pending.pop(request_id)
-                    rows[index] = _row(engine.output(request_id, index), lines[index])
+                    rows[index] = _output_row(engine.output(request_id, index), lines[index])
             bar.update(len(pending))
     seconds, after = max(time.perf_counter() - started, 1e-9), stats()
     prefill = (after.prefill_tokens - before.prefill_tokens) / seconds
@@ -648,29 +640,35 @@ def _run_many(
     )
 
 
-def _row(output: Output, line: opt.PromptLine) -> dict[str, Any]:
-    row = {
-        "index": output.index,
-        "prompt": line.prompt,
-        "prompt_token_ids": output.prompt_token_ids,
-        "text": output.text,
-        "token_ids": output.token_ids,
-        "finish_reason": output.finish_reason,
-        "cached_tokens": output.cached_tokens,
-    }
+def _output_row(output: Output, line: opt.PromptLine) -> dict[str, Any]:
+    ids = output.prompt_token_ids
+    row = _row(output.index, line, ids, output.text, output.token_ids, output.finish_reason, output.cached_tokens)
     return row if output.error is None else {**row, "error": output.error}
 
 
 def _refused_row(index: int, line: opt.PromptLine, prompt: list[int] | ValueError, error: str) -> dict[str, Any]:
+    ids = [] if isinstance(prompt, ValueError) else prompt
+    return {**_row(index, line, ids, "", [], "error"), "error": error}
+
+
+def _row(
+    index: int,
+    line: opt.PromptLine,
+    prompt_token_ids: list[int],
+    text: str,
+    token_ids: list[int],
+    finish_reason: str,
+    cached_tokens: int = 0,
+) -> dict[str, Any]:
+    """What --output writes of a prompt."""
     return {
         "index": index,
         "prompt": line.prompt,
-        "prompt_token_ids": [] if isinstance(prompt, ValueError) else prompt,
-        "text": "",
-        "token_ids": [],
-        "finish_reason": "error",
-        "cached_tokens": 0,
-        "error": error,
+        "prompt_token_ids": prompt_token_ids,
+        "text": text,
+        "token_ids": token_ids,
+        "finish_reason": finish_reason,
+        "cached_tokens": cached_tokens,
     }
 
 

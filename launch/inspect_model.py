@@ -24,6 +24,7 @@ from funcllm.record import FUNCTIONS, Layers
 from funcllm.rope import RopeConfig
 from funcllm.specs import local_part_shape, nbytes, spec_leaves
 from funcllm.types import Component, Context, DecodeRows, Model, StepInputs
+from funcllm.weights.load import layer_ranges
 
 _FACTS = (
     "architecture",
@@ -241,17 +242,6 @@ def _grouped(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any], int]
         name = key[0].replace("*", layer_ranges(numbers), 1) if numbers else key[0]
         result.append((name, members[0][1], len(members)))
     return result
-
-
-def layer_ranges(numbers: list[int]) -> str:
-    """Ascending numbers in short: 0-3,7."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _swap_lines(facts: dict[str, Any]) -> list[str]:

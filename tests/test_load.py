@@ -17,9 +17,9 @@ from funcllm.config import ModelConfig
 from funcllm.group import SINGLE, Group
 from funcllm.qwen3 import param_specs
 from funcllm.record import Layers
-from funcllm.specs import assemble, init_params, named, spec_leaves, specs_of, whole
+from funcllm.specs import init_params, named, spec_leaves, specs_of, whole
 from funcllm.types import Component, Part, Spec
-from funcllm.weights.load import canonical, layer_sources, load_params, open_checkpoint, read_from, reader, refill
+from funcllm.weights.load import canonical, layer_sources, load_params, open_checkpoint, refill
 from tests.tiny import HF_CONFIGS, tiny_folder
 
 WEIGHTS = "model.safetensors"
@@ -526,50 +526,9 @@ def test_own_parameters_that_a_checkpoint_holds_are_loaded(folder):
 # --- other readers ---------------------------------------------------------------------------------------------------
 
 
-def test_reader_reads_slices(folder):
-    stored = load_file(folder / WEIGHTS)
-    read = reader(folder)
-    name = "model.layers.0.mlp.down_proj.weight"
-    assert torch.equal(read(name, (slice(3, 9), slice(10, 90))), stored[name][3:9, 10:90])
-    assert read(name, (slice(5, 5), slice(0, 96))).shape == (0, 96)
-    with pytest.raises(ValueError, match=r"holds no tensor model\.layers\.9"):
-        read("model.layers.9.mlp.down_proj.weight", (slice(0, 64), slice(0, 96)))
-
-
 def test_headers_tell_names_dtypes_and_shapes(folder):
     entry = open_checkpoint(folder)["model.embed_tokens.weight"]
     assert (entry.dtype, entry.shape, entry.file) == ("F32", (256, 64), folder / WEIGHTS)
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_read_from_takes_mappings_and_streams_in_any_order(tp, folder):
-    stored = load_file(folder / WEIGHTS)
-    group = Group(tp - 1, tp)
-    specs = param_specs(ModelConfig.from_pretrained(folder), Layers(), group)
-    expected = load(folder, group)
-    prefixed = [(f"module.{name}", tensor) for name, tensor in reversed(stored.items())]
-    for items in (stored, iter(stored.items()), iter([("other", torch.ones(1)), *prefixed])):
-        loaded = named(assemble(specs, read_from(items, specs), group), specs, group)
-        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
-    for items in (stored, iter(prefixed)):
-        loaded = named(assemble(specs, read_from(items), group), specs, group)
-        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
-
-
-def test_read_from_reads_a_name_that_two_specs_share():
-    specs = [Spec(parts=(Part(name="w", shape=(2,)),)), Spec(parts=(Part(name="w", shape=(2,)),))]
-    first, second = assemble(specs, read_from(iter([("w", torch.tensor([1.0, 2.0]))]), specs))
-    assert first.tolist() == second.tolist() == [1.0, 2.0]
-
-
-def test_read_from_refuses_gaps_and_other_shapes():
-    specs = {"a": Spec(parts=(Part(name="a", shape=(2,)),)), "b": Spec(parts=(Part(name="b", shape=(2,)),))}
-    with pytest.raises(ValueError, match="b is not among the tensors given"):
-        assemble(specs, read_from([("a", torch.ones(2))], specs))
-    with pytest.raises(ValueError, match="b is not among the tensors given"):
-        assemble(specs, read_from({"a": torch.ones(2)}))
-    with pytest.raises(ValueError, match=r"b has shape \[3\]; the model needs \[2\]"):
-        assemble(specs, read_from({"a": torch.ones(2), "b": torch.ones(3)}, specs))
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -15,7 +15,6 @@ import re
 import struct
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ from funcllm.group import SINGLE, Group
 from funcllm.qwen3 import param_specs
 from funcllm.record import FUNCTIONS, MODEL_FUNCTIONS, Layers
 from funcllm.specs import assemble, fill, init_part, nbytes, spec_leaves
-from funcllm.types import Component, Part, PyTree, Read, Spec
+from funcllm.types import Component, Part, PyTree, Spec
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -143,49 +142,6 @@ def refill(params: PyTree, specs: PyTree, source: Any, group: Group = SINGLE, *,
     written = fill(params, specs, items, group)
     _refuse_gaps([p for p in parts.values() if p.name not in written and not partial], [], "the new weights")
     return written
-
-
-def read_from(items: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], specs: PyTree = ()) -> Read:
-    """A Read for `assemble` over whole tensors: a mapping, or a stream of pairs in any order.
-
-    With the specs, a tensor of another shape is a ValueError, names that they lack are passed over, and a tensor of a
-    stream is kept until its last reading only. A name that is not there is a ValueError when it is read.
-    """
-    parts = [part for spec in spec_leaves(specs) for part in spec.parts]
-    shapes = {canonical(part.name): part.shape for part in parts}
-    readings = Counter(canonical(part.name) for part in parts)
-    stream = iter(items.items() if isinstance(items, Mapping) else items)
-    kept: dict[str, Tensor] = {}
-
-    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
-        wanted = canonical(name)
-        while wanted not in kept:
-            pair = next(stream, None)
-            if pair is None:
-                raise ValueError(f"{name} is not among the tensors given; the model needs it")
-            stored, tensor = pair
-            key = canonical(stored)
-            if key in shapes and tuple(tensor.shape) != shapes[key]:
-                raise ValueError(f"{stored} has shape {list(tensor.shape)}; the model needs {list(shapes[key])}")
-            if not parts or readings[key] > 0:
-                kept[key] = tensor
-        readings[wanted] -= 1
-        tensor = kept.pop(wanted) if readings[wanted] == 0 else kept[wanted]
-        return tensor[slices]
-
-    return read
-
-
-def reader(folder: str | Path) -> Read:
-    """A Read over the safetensors files of a folder; slices are views of the mapped file until they are copied."""
-    by_name = _by_canonical_name(_stored(open_checkpoint(folder)), str(folder))
-
-    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
-        if canonical(name) not in by_name:
-            raise ValueError(f"{folder} holds no tensor {name}; the download may be incomplete")
-        return by_name[canonical(name)].read(slices)
-
-    return read
 
 
 def canonical(name: str) -> str:
@@ -540,18 +496,23 @@ def _compressed(names: Iterable[str]) -> str:
         match = re.fullmatch(r"(.*?\.layers\.|layers\.)(\d+)(\..*)", name)
         key = (match[1], match[3]) if match else (name,)
         gathered.setdefault(key, []).append(int(match[2]) if match else 0)
-    return ", ".join(key[0] if len(key) == 1 else f"{key[0]}{_ranges(n)}{key[1]}" for key, n in gathered.items())
+    return ", ".join(key[0] if len(key) == 1 else f"{key[0]}{_braced(n)}{key[1]}" for key, n in gathered.items())
 
 
-def _ranges(numbers: list[int]) -> str:
+def _braced(numbers: list[int]) -> str:
+    text = layer_ranges(numbers)
+    return text if text.isdigit() else f"{{{text}}}"
+
+
+def layer_ranges(numbers: Iterable[int]) -> str:
+    """Numbers of layers in short: 0-3,7."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return text if text.isdigit() else f"{{{text}}}"
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 # --- dtype and progress ----------------------------------------------------------------------------------------------
