@@ -100,18 +100,14 @@ FAST = Kernels(
 """Ops that dispatch on the tensors' device: batched PyTorch on the CPU, Triton on CUDA. They refuse transforms."""
 
 
-def _chained_add_norm_small_linear(*args: Any, silu: bool = False, wide: bool = False) -> tuple[Tensor, Tensor]:
-    """Starts early where that pays: before silu(gate) * up, not before the products without it."""
-    return gemv.add_norm_small_linear(*args, silu=silu, wide=wide, pdl=silu)
-
-
 _CHAINED: dict[str, Any] = {
     "small_linear": partial(gemv.small_linear, pdl=True),
-    "add_norm_small_linear": _chained_add_norm_small_linear,
+    "add_norm_small_linear": partial(gemv.add_norm_small_linear, pdl=True),
     "qk_norm_rope_write": partial(fused.qk_norm_rope_write, pdl=True),
 }
-"""Ops that start by programmatic dependent launch (sm_90 and later). Each waits for its predecessor before it reads or
-writes anything but weights, so any kernel may stand before and behind it."""
+"""Ops that may start by programmatic dependent launch (sm_90 and later; a product's configuration has the last word).
+Each waits for its predecessor before it reads or writes anything but weights, so any kernel may stand before and behind
+it."""
 
 SMALL_BLOCKS = frozenset({"small_linear", "small_qkv", "small_mlp", "small_head"})
 SMALL_ROWS = 8
