@@ -190,7 +190,7 @@ _model_options = _stack(
     click.option("--device", help="cpu, cuda, or cuda:N for rank 0.  [default: cuda where there is a GPU]"),
     click.option(
         "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True,
-        help="auto: float32 on CPU, the checkpoint's own on GPU.",
+        help="auto: float32 on CPU, the checkpoint's own on GPU and in inspect.",
     ),
     click.option(
         "--layer", multiple=True, metavar="NAME[@LAYERS]=MODULE:FUNCTION",

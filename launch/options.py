@@ -386,7 +386,8 @@ def describe_sampling(sampling: SamplingParams, defaults: Mapping[str, Any]) -> 
         source = " (generation_config.json)" if given is None and advised is not None else ""
         if name == "temperature" and value == 0:
             return f"sampling: greedy{source}, at most {sampling.max_tokens} tokens"
-        if value != off or name == "temperature":
+        is_off = value <= 0 if name == "top_k" else value == off
+        if not is_off or name == "temperature":
             parts.append(f"{name} {value:g}{source}")
     limit = "as many tokens as fit" if sampling.max_tokens is None else f"at most {sampling.max_tokens} tokens"
     return f"sampling: {', '.join(parts)}, {limit}"

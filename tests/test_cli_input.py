@@ -181,6 +181,11 @@ def test_words_of_a_run_file_reach_their_flags_or_are_refused(byte_folder: Path,
     assert "prompt is false to YAML" in error_of(result)
 
 
+def test_the_log_leaves_out_what_is_off() -> None:
+    text = opt.describe_sampling(SamplingParams(temperature=0.5, top_k=-1), {"top_k": 20, "min_p": 0.0})
+    assert text == "sampling: temperature 0.5, at most 16 tokens"
+
+
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 
