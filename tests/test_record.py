@@ -628,7 +628,8 @@ def test_equal_functions_share_a_unit_and_different_ones_do_not() -> None:
 
     config = replace(CONFIG, num_layers=4)
     layers = Layers().at(0, mlp=Scaled(1.0)).at(1, mlp=Scaled(1.0)).at(2, mlp=Scaled(2.0))
-    driver = Driver(qwen3(config, layers, kernels=FAST, transform=count), random_params(config))
+    composed = replace(FAST, fused=frozenset())
+    driver = Driver(qwen3(config, layers, kernels=composed, transform=count), random_params(config))
     driver.admit([1], [Request(prompt=[1, 2])])
     driver.step([], [(1, 2)])
     assert sorted(kinds) == ["embed", "final", "layer", "layer", "layer"]
