@@ -262,7 +262,7 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
     num_layers = _int(raw, "num_hidden_layers")
     hidden_size = _int(raw, "hidden_size")
     max_positions = _int(raw, "max_position_embeddings", default=2048 if kind == "llama" else 32768)
-    attention_bias = bool(raw.get("attention_bias", False)) and kind in ("qwen3", "llama")
+    attention_bias = _bool(raw, "attention_bias") and kind in ("qwen3", "llama")
     sliding_window, sliding_layers = _sliding(raw, kind, num_layers, max_positions)
     eos = generation.get("eos_token_id")
     return ModelConfig(
@@ -276,11 +276,11 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
         head_dim=_head_dim(raw, kind, hidden_size, num_heads),
         max_position_embeddings=max_positions,
         rms_norm_eps=_float(raw, "rms_norm_eps", default=1e-6),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=_bool(raw, "tie_word_embeddings"),
         qk_norm=kind == "qwen3",
         qkv_bias=attention_bias or kind == "qwen2",
         o_bias=attention_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)) and kind == "llama",
+        mlp_bias=_bool(raw, "mlp_bias") and kind == "llama",
         rope=parse_rope(raw, max_position_embeddings=max_positions),
         sliding_window=sliding_window,
         sliding_layers=sliding_layers,
@@ -409,6 +409,13 @@ def _int(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r} in config.json must be a positive whole number")
     return value
+
+
+def _bool(raw: Mapping[str, Any], name: str) -> bool:
+    value = raw.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} in config.json must be true or false")
+    return bool(value)
 
 
 def _float(raw: Mapping[str, Any], name: str, default: float) -> float:

@@ -46,6 +46,7 @@ Prompt = str | Sequence[int]
 
 _UPDATE_LAYERS: Callable[..., Any] = RunnerMethod("update_layers")
 _UPDATE_PARAMS: Callable[..., Any] = RunnerMethod("update_params")
+_MAX_NUM_SEQS = 1 << 16
 _UPDATE_BYTES = 256 << 20  # of weights sent to the ranks at a time
 
 
@@ -145,6 +146,8 @@ class Engine:
         max_model_len = _max_model_len(max_model_len, self.config)
         max_num_batched_tokens = max_num_batched_tokens or (8192 if on_gpu else 1024)
         _check_positive(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, block_size=block_size)
+        if max_num_seqs > _MAX_NUM_SEQS:
+            raise ValueError(f"max_num_seqs={max_num_seqs} must be at most {_MAX_NUM_SEQS}")
         self.notes: list[str] = []
         if max_num_batched_tokens < max_num_seqs:
             self._note(

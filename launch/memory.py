@@ -44,11 +44,6 @@ class MemoryUse:
         return self.peak_activation + self.graphs + self.state
 
 
-def kv_bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Bytes of one block's keys and values in all layers, of one rank's KV heads."""
-    return 2 * num_layers * block_size * num_kv_heads * head_dim * itemsize
-
-
 def cache_bytes(init_cache: Callable[..., Any], block_size: int, num_rows: int, dtype: torch.dtype) -> tuple[int, int]:
     """(bytes of one more block, bytes that do not depend on the number of blocks) of any cache a model makes.
 

@@ -52,6 +52,7 @@ log = logging.getLogger("funcllm")
 _TINY_BLOCKS = 3
 _WARM_ROWS = (1, 6, 24)  # one of each batch class; all the counts here differ
 _WARM_MIXED = StepKey(decode_bucket=4, chunk_bucket=8, token_bucket=48, span=32)
+_STATE_SHARE = 0.25  # of a device, that the sequences' token ids and block tables may take
 _PLAN_WORDS = 1 << 18  # of the static plan buffer; a larger plan takes a slower way
 
 
@@ -283,6 +284,13 @@ class Runner:
         options = self.options
         num_rows = options.max_num_seqs + 1
         extras = self.model.layers.extras
+        needed = 4 * num_rows * (options.max_model_len + options.table_width)
+        total, _ = memory.device_memory(self.device)
+        if needed > _STATE_SHARE * total:
+            raise ValueError(
+                f"the ids of max_num_seqs={options.max_num_seqs} sequences of max_model_len={options.max_model_len} "
+                f"take {memory.gib(needed)} of {memory.gib(total)}; lower one of the two"
+            )
         self.state = init_state(num_rows, options.max_model_len, options.table_width, extras, self.device)
         if self.on_gpu:
             self._device_words = torch.zeros(_PLAN_WORDS, dtype=torch.int32, device=self.device)
@@ -334,7 +342,9 @@ class Runner:
         The first steps have counts that all differ, so that the compiler keeps them apart.
         """
         options, buckets = self.options, self.options.buckets
-        if options.compile or self.on_gpu:
+        if not (options.compile or self.on_gpu):  # what cannot run shall say so now
+            self._trash_step(_WARM_MIXED)
+        else:
             for filtered in (False, True):
                 self._trash_step(_WARM_MIXED._replace(filtered=filtered))
                 for rows in {min(max(rows, buckets.decode[0]), buckets.decode[-1]) for rows in _WARM_ROWS}:

@@ -414,3 +414,9 @@ def test_an_illegal_tp_size_names_the_numbers_and_the_legal_sizes():
         validate_tp(tiny_config(num_heads=12, num_kv_heads=4), 6)
     with pytest.raises(ValueError, match="tp=0 is below 1"):
         validate_tp(tiny_config(), 0)
+
+
+@pytest.mark.parametrize("name", ["tie_word_embeddings", "attention_bias", "mlp_bias"])
+def test_a_switch_is_true_or_false(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}='yes' in config.json must be true or false"):
+        ModelConfig.from_dict({**QWEN3, name: "yes"})

@@ -766,10 +766,10 @@ def test_the_progress_bar_counts(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 class Bomb:
-    """An mlp that raises at a given call."""
+    """An mlp that raises at a given call behind those of the engine's start."""
 
     def __init__(self, error: BaseException | None, at: int = 6) -> None:
-        self.error, self.left = error, at
+        self.error, self.left = error, at + CONFIG.num_layers
 
     def __call__(self, x_td: Tensor, params: Any, context: Context, /) -> Tensor:
         self.left -= 1
@@ -872,6 +872,7 @@ BAD_OPTIONS = {
     "model length": ({"max_model_len": 513}, "max_model_len=513 must be from 2 to .* 512"),
     "short model length": ({"max_model_len": 1}, "max_model_len=1 must be from 2"),
     "sequences": ({"max_num_seqs": 0}, "max_num_seqs=0 must be at least 1"),
+    "many sequences": ({"max_num_seqs": 10**9}, "max_num_seqs=1000000000 must be at most 65536"),
     "block size": ({"block_size": -1}, "block_size=-1 must be at least 1"),
     "pool": ({"kv_blocks": 1}, "kv_blocks=1 is below 2"),
     "pool below zero": ({"kv_blocks": -2}, "kv_blocks=-2 is below 2"),
@@ -1124,6 +1125,23 @@ def test_update_layers_refuses_what_needs_another_engine(layers: Layers) -> None
             engine.update_layers(layers)
         assert engine.layers == Layers() == engine.model.layers
         assert tokens(engine.generate([prompt(9)], GREEDY))[0] == by_hand(prompt(9), 12)
+
+
+def test_an_edit_of_the_wrong_shape_is_refused_before_it_is_in_force() -> None:
+    wrong = Layers().edit("layers.0.residual_mid", lambda x, context: x[:, :-1])
+    with pytest.raises(ValueError, match="the edit of site 'residual_mid' returned"):
+        start(wrong)
+    with start() as engine:
+        with pytest.raises(ValueError, match="the edit of site 'residual_mid' returned"):
+            engine.update_layers(wrong)
+        assert engine.layers == Layers()
+        assert tokens(engine.generate([prompt(9)], GREEDY))[0] == by_hand(prompt(9), 12)
+
+
+def test_a_state_that_does_not_fit_is_refused_with_its_size() -> None:
+    config = replace(CONFIG, max_position_embeddings=10**12)
+    with pytest.raises(ValueError, match=r"max_num_seqs=8 sequences of max_model_len=1000000000000 take .* lower one"):
+        start(config=config, kv_blocks=None)
 
 
 def test_layers_whose_warm_up_fails_are_not_in_force(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from funcllm.launch.memory import (
     device_memory,
     fitting_kv_blocks,
     gib,
-    kv_bytes_per_block,
     measure_kv_blocks,
     num_kv_blocks,
     useful_kv_blocks,
@@ -34,13 +33,9 @@ def init_cache(
     return (paged, paged, (torch.zeros(num_rows, 5, device=device, dtype=torch.float32),))
 
 
-def test_bytes_of_a_block_count_keys_and_values_of_all_layers() -> None:
-    assert kv_bytes_per_block(28, 32, 8, 128, 2) == 28 * 32 * 8 * 128 * 2 * 2 == 3_670_016
-
-
 def test_bytes_of_any_cache_are_split_into_blocks_and_the_rest() -> None:
     per_block, fixed = cache_bytes(init_cache, 4, 7, torch.bfloat16)
-    assert per_block == kv_bytes_per_block(2, 4, 2, 16, 2)
+    assert per_block == 2 * 2 * 4 * 2 * 16 * 2  # layers, keys and values, slots, heads, head dim, bytes
     assert fixed == 7 * 5 * 4
 
 
