@@ -294,6 +294,15 @@ def _angles_kernel(
 
 
 @triton.jit
+def to_l2(pointers):
+    """Asks for the cache lines behind the pointers, without waiting; only for a GPU."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def normed(x_rd, weight_d, size, eps, dtype: tl.constexpr):
     """Rows of fp32 x after the rms norm, rounded to dtype before and after the weight. Padding columns of x are 0."""
     scale_r = tl.rsqrt(tl.sum(x_rd * x_rd, axis=1) / size + eps)

@@ -38,7 +38,7 @@ from funcllm.kernels.gemm_config import (
     pieces_of,
     tiles_of,
 )
-from funcllm.kernels.triton_fused import silu_product, unit_stride
+from funcllm.kernels.triton_fused import silu_product, to_l2, unit_stride
 
 
 def gemm(
@@ -201,15 +201,6 @@ def _piece(row_r1, k, K: tl.constexpr, EVEN: tl.constexpr, WEIGHT: tl.constexpr)
 
 
 @triton.jit
-def _to_l2(pointers):
-    """Asks for the cache lines behind the pointers, without waiting; only for a GPU."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _finish(
     sums_nm, bias_ptr, y_ptr, tile, rows,
     N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
@@ -271,7 +262,7 @@ def _gemm_kernel(
     for i in tl.static_range(PREFETCH):
         lines = tl.arange(0, (BLOCK_K + LINE - 1) // LINE) * LINE
         line_k = _first_column(AHEAD + i, first, turn, PIECES, BLOCK_K, ROTATE) + lines
-        _to_l2(weight_row_n1 + tl.minimum(line_k, K - 1)[None, :])
+        to_l2(weight_row_n1 + tl.minimum(line_k, K - 1)[None, :])
     if RELEASE == 1:
         gdc_launch_dependents()
     if PDL:

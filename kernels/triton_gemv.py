@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from funcllm.kernels.gemv_config import MAX_ROWS, RELEASES, GemvConfig, choose_config, programs_of
-from funcllm.kernels.triton_fused import silu_product, unit_stride
+from funcllm.kernels.triton_fused import silu_product, to_l2, unit_stride
 
 
 def gemv(
@@ -194,15 +194,6 @@ def _finish(
 
 
 @triton.jit
-def _to_l2(pointers):
-    """Asks for the cache lines behind the pointers, without waiting; only for a GPU."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _stream_kernel(
     x_ptr,
     weight_ptr,
@@ -338,7 +329,7 @@ def _group_to_l2(
     r = tl.arange(0, BLOCK_N * planes)
     n = tl.minimum(group * BLOCK_N + r // planes, N - 1)
     k = tl.minimum(tl.arange(0, (BLOCK_K + line - 1) // line) * line, K - 1)
-    _to_l2(weight_ptr + (n.to(tl.int64) * K + (r % planes) * (N * K))[:, None] + k[None, :])
+    to_l2(weight_ptr + (n.to(tl.int64) * K + (r % planes) * (N * K))[:, None] + k[None, :])
 
 
 @triton.jit
@@ -483,9 +474,9 @@ def _tensor_core_kernel(
         line: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
         line_1k = tl.minimum(tl.arange(0, PREFETCH * BLOCK_K // line) * line, K - 1)[None, :]
         line_nk = (weight_ptr + tl.minimum(n, N - 1).to(tl.int64) * K)[:, None] + line_1k
-        _to_l2(line_nk)
+        to_l2(line_nk)
         if SILU:
-            _to_l2(line_nk + N * K)
+            to_l2(line_nk + N * K)
     if RELEASE == 1:
         gdc_launch_dependents()
     if PDL:

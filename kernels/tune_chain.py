@@ -85,6 +85,11 @@ class Size:
             "head": Case(name="head", out_features=self.vocabulary, size=self.hidden, norm=True, wide=True),
         }
 
+    def products(self) -> dict[str, tuple[int, int, bool]]:
+        """(outputs, inputs, silu) of the product at each place of a layer."""
+        cases = self.places.items()
+        return {name: (case.out_features, case.size, case.silu) for name, case in cases if name != "head"}
+
 
 SIZES = {
     size.name: size

@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +43,9 @@ from funcllm.kernels.gemm_config import (
     shared_bytes,
     tiles_of,
 )
+from funcllm.kernels.tune_chain import SIZES, Size
+from funcllm.kernels.tune_gemv import BYTES_PER_MICROSECOND
 
-BYTES_PER_MICROSECOND = 4.26e6  # what a device-to-device copy reaches on an H200
 _EPS = 1e-6
 _MAX_ERROR = 1e-2
 _SHARED = SHARED_SM90 - 8192
@@ -57,38 +58,6 @@ Way = GemmConfig | None
 Ways = Mapping[str, Way]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """The sizes of a model that its products have."""
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    head_dim: int = 128
-
-    def products(self) -> dict[str, tuple[int, int, bool]]:
-        """(outputs, inputs, silu) of the product at each place of a layer."""
-        heads, total = self.heads * self.head_dim, (self.heads + 2 * self.kv_heads) * self.head_dim
-        return {
-            "qkv": (total, self.hidden, False),
-            "o": (self.hidden, heads, False),
-            "gate_up": (self.ffn, self.hidden, True),
-            "down": (self.hidden, self.ffn, False),
-        }
-
-
-SIZES = {
-    size.name: size
-    for size in (
-        Size(name="0.6B", layers=28, hidden=1024, heads=16, kv_heads=8, ffn=3072),
-        Size(name="1.7B", layers=28, hidden=2048, heads=16, kv_heads=8, ffn=6144),
-        Size(name="4B", layers=36, hidden=2560, heads=32, kv_heads=8, ffn=9728),
-        Size(name="8B", layers=36, hidden=4096, heads=32, kv_heads=8, ffn=12288),
-    )
-}
 PLACES = ("gate_up", "qkv", "down", "o")  # in the order of the search: the largest weights first
 
 

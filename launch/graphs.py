@@ -37,6 +37,11 @@ class StepKey(NamedTuple):
         return self.chunk_bucket > 0
 
 
+def decode_key(rows: int, *, filtered: bool = False) -> StepKey:
+    """The shape of a step of so many decode rows."""
+    return StepKey(rows, token_bucket=rows, filtered=filtered)
+
+
 def host_bound_tokens(config: ModelConfig, tp: int) -> int:
     """Up to how many packed tokens a mixed step is worth capturing: beyond, the GPU is busy longer than the host."""
     attention = 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
@@ -94,7 +99,7 @@ class StepGraphs:
         """Whether this shape is one that gets a graph."""
         return self._is_on and (not key.is_mixed or key.token_bucket <= self._mixed_limit)
 
-    def add(self, key: StepKey) -> bool:
+    def add(self, key: StepKey) -> None:
         """Captures a shape that has run; where that fails on any rank, every rank goes on without such graphs."""
         reason, graph = "another rank failed", None
         try:
@@ -104,14 +109,10 @@ class StepGraphs:
         agreed = self._agree(graph is not None)
         if graph is None or not agreed:
             self._give_up(key, reason)
-            return False
-        if not key.is_mixed:
-            self._decode[key] = graph
-            return True
-        self._mixed[key] = graph
+            return
+        (self._mixed if key.is_mixed else self._decode)[key] = graph
         if len(self._mixed) > MAX_MIXED:
             self._mixed.popitem(last=False)
-        return True
 
     def clear(self) -> None:
         """Drops all graphs and what is known of failures: the steps are to be captured anew."""

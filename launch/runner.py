@@ -28,7 +28,7 @@ from funcllm.kernels.bundle import Kernels, fast_kernels, flash_fault, without_f
 from funcllm.kernels.fast import copy_slots
 from funcllm.launch import memory
 from funcllm.launch.buckets import MIN_ROWS, Buckets
-from funcllm.launch.graphs import StepGraphs, StepKey, key_of
+from funcllm.launch.graphs import StepGraphs, StepKey, decode_key, key_of
 from funcllm.launch.plan import HEADER, Ints, PackedPlan, Plan, admission_column, pack, unpack
 from funcllm.launch.ring import Handle, OutputRing, PlanRing, outputs_now
 from funcllm.qwen3 import qwen3
@@ -348,11 +348,11 @@ class Runner:
             for filtered in (False, True):
                 self._trash_step(_WARM_MIXED._replace(filtered=filtered))
                 for rows in {min(max(rows, buckets.decode[0]), buckets.decode[-1]) for rows in _WARM_ROWS}:
-                    self._trash_step(StepKey(rows, token_bucket=rows, filtered=filtered))
+                    self._trash_step(decode_key(rows, filtered=filtered))
         if not self.on_gpu:
             return 0
         for rows in buckets.decode:  # kernels are chosen by size
-            self._trash_step(StepKey(rows, token_bucket=rows, filtered=True))
+            self._trash_step(decode_key(rows, filtered=True))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -390,7 +390,7 @@ class Runner:
 
     def _largest_keys(self) -> list[StepKey]:
         buckets = self.options.buckets
-        decode = StepKey(buckets.decode[-1], token_bucket=buckets.decode[-1])
+        decode = decode_key(buckets.decode[-1])
         if not buckets.captured_tokens:
             return [decode]
         rows = buckets.decode_bucket(0, mixed=True)

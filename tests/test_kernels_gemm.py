@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from funcllm.kernels.gemm_config import (
     unpacked,
 )
 from tests.gluon_on_cpu import Machine, Pointer, launch
+from tests.interpreting import assert_passes_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting process of test_interpreted")
@@ -466,11 +466,7 @@ def test_a_chain_of_early_starts_is_the_same_bit_for_bit(name: str) -> None:
 @compiled
 def test_interpreted() -> None:
     """Runs this file's kernel tests in a process where Triton interprets."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    assert_passes_interpreted(__file__)
 
 
 def variants() -> list[Any]:

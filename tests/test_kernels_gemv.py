@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from funcllm.kernels import gemv, gemv_config, reference
 from funcllm.kernels.gemv_config import MEASURED, GemvConfig, choose_config, next_power_of_2, unpacked
+from tests.interpreting import assert_passes_interpreted
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting process of test_interpreted")
@@ -325,11 +325,7 @@ def test_chosen_configurations_are_legal(rows: int, out_features: int, size: int
 @compiled
 def test_interpreted() -> None:
     """Runs this file's kernel tests in a process where Triton interprets."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    assert_passes_interpreted(__file__)
 
 
 def variants() -> list[Any]:
