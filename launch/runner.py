@@ -296,7 +296,6 @@ class Runner:
             self._device_words = torch.zeros(_PLAN_WORDS, dtype=torch.int32, device=self.device)
             self._plans = PlanRing(options.depth + 3, _PLAN_WORDS)
             self._capture_stream = torch.cuda.Stream()
-            self._pool = torch.cuda.graph_pool_handle()
             self._new_ring()
 
     def _new_ring(self) -> None:
@@ -398,12 +397,19 @@ class Runner:
         return [StepKey(rows, MIN_ROWS, tokens, buckets.span(1, tokens)), decode]
 
     def _captured_step(self, key: StepKey, pool: Any = None) -> Graph:
-        """The graph of a step of this shape, which has run before; it reads its rows from the static plan buffer."""
+        """The graph of a step of this shape, which has run before; it reads its rows from the static plan buffer.
+
+        All share one memory pool. It is left behind once no graph lives in it or a capture in it failed: PyTorch does
+        not take it again.
+        """
         run = functools.partial(self._run, key, self._device_words)
+        if len(self._graphs) == 0:
+            self._pool = torch.cuda.graph_pool_handle()
         try:
             return Graph(run, self._pool if pool is None else pool, self._capture_stream)
         except Exception:
             torch.cuda.synchronize()
+            self._pool = torch.cuda.graph_pool_handle()
             raise
 
     def _agree(self, ok: bool) -> bool:
