@@ -269,11 +269,11 @@ def _stream_kernel(
             scale_11 = tl.full((1, 1), 1.0, tl.float32)
             if NORM:
                 whole_1k = tl.arange(0, PADDED_K)[None, :]
-                x_1k = _read_x(
+                whole_x_1k = _read_x(
                     x_ptr, update_ptr, total_ptr, m * x_stride + whole_1k, whole_1k < K, m * K + whole_1k,
                     m * update_stride + whole_1k, program == 0, ADD,
                 )  # fmt: skip
-                scale_11 = tl.rsqrt(tl.sum(x_1k * x_1k, axis=1) / K + eps)[:, None]
+                scale_11 = tl.rsqrt(tl.sum(whole_x_1k * whole_x_1k, axis=1) / K + eps)[:, None]
             y_nk = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
             up_nk = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
             for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
