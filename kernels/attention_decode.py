@@ -42,8 +42,8 @@ _MIN_KEYS = 1024  # of a split, where there are many rows: shorter ones are not 
 _SCRATCH_BYTES = 12288  # shared memory beside the tiles
 _COMBINE_WARPS = 4
 _VALUES_IN_FLIGHT = 56  # of partial results, a thread; with 64 a variant spills
-_ONE_LAUNCH = False  # where counters are given; not measured yet
-_EARLY = False  # where the caller allows it; not measured yet
+_FEW_ROWS = 2
+_RESIDENT = 4  # programs on a multiprocessor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +115,9 @@ def choose_config(
 ) -> DecodeConfig:
     """The configuration of a decode launch, from shapes and the GPU's size only.
 
+    The ways to start and to combine are those that were fastest in a chain of layers (NOTES.md): keys asked for before
+    the wait where all programs are resident at once, but not where rows are long; splits combined in the same launch
+    except for a row or two, which waits for the counters longer than for a second launch.
     shared: bytes of shared memory that one program may take; two programs are to fit.
     """
     row_bytes = max(16, triton.next_power_of_2(head_dim)) * element_size
@@ -122,13 +125,17 @@ def choose_config(
     in_flight = max(1, min(_TILES_IN_FLIGHT, (shared // _PROGRAMS_PER_SM - _SCRATCH_BYTES) // (2 * tile * row_bytes)))
     splits = choose_splits(batch, num_kv_heads, max_len, tile, num_sms)
     many_rows = batch * num_kv_heads >= 2 * num_sms * _PROGRAMS_PER_SM
+    is_few = batch <= _FEW_ROWS
+    is_one_wave = splits == 1 and batch * num_kv_heads <= _RESIDENT * num_sms
     return DecodeConfig(
         tile=tile,
         num_warps=2,
         num_stages=2 * in_flight + 1,
         splits=splits,
         min_tiles=_MIN_KEYS // tile if many_rows else 1,
-        one_launch=_ONE_LAUNCH,
+        one_launch=splits > 1 and not is_few,
+        early=is_few or is_one_wave or many_rows,
+        prefetch=is_few or is_one_wave,
     )
 
 
@@ -166,8 +173,8 @@ def decode_attention(
         max_len = block_table_bm.shape[1] * block_size
         config = choose_config(batch, num_kv_heads, head_dim, max_len, q_bnh.element_size(), *device_size(q_bnh.device))
         pdl = q_bnh.is_cuda and torch.cuda.get_device_capability(q_bnh.device) >= (9, 0)
-        early = pdl and early and _EARLY
-        config = replace(config, pdl=pdl, early=early, prefetch=early)
+        early = pdl and early and config.early
+        config = replace(config, pdl=pdl, early=early, prefetch=early and config.prefetch)
     is_counted = counters_bk is not None and counters_bk.shape[1] >= num_kv_heads
     config = replace(config, one_launch=config.one_launch and config.splits > 1 and is_counted)
     splits = config.splits
@@ -629,7 +636,8 @@ def compile_variants(
         ("joined-prefetch-8b", 32, 64, {"one_launch": True, "early": True, "prefetch": True}),
         ("prefetch-0.6b", 16, 1, {"early": True, "prefetch": True}),
     ):
-        config = replace(choose_config(batch, 8, 128, 40960, 2, 132, shared), **choice)
+        plain_start = {"one_launch": False, "early": False, "prefetch": False}
+        config = replace(choose_config(batch, 8, 128, 40960, 2, 132, shared), **plain_start | choice)
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         for block_size in (128, 16):
             constants = decode_constants(heads, 8, 128, block_size, 0, 0.0, None, config)
