@@ -55,65 +55,38 @@ class GemvConfig:
 _LARGE = 1 << 23  # elements of a weight from which tensor cores are faster at any number of rows
 _HEAD = 65536  # outputs of a vocabulary
 
+_TILES = GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True)
+_NARROW_TILES = GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True)
+
 MEASURED: Mapping[tuple[int, int, int, bool], GemvConfig] = {
-    (2, 3072, 1024, True): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
-    (2, 151936, 1024, False): GemvConfig(
-        block_n=2,
-        num_warps=2,
-        early_start=False,
-        release="never",
-    ),
-    (2, 6144, 4096, False): GemvConfig(
-        block_n=32,
-        num_warps=4,
-        block_k=256,
-        num_stages=4,
-        tensor_cores=True,
-        early_start=False,
-        release="never",
-    ),
-    (2, 4096, 4096, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
-    (2, 12288, 4096, True): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
-    (2, 4096, 12288, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
-    (2, 6144, 2560, False): GemvConfig(
-        block_n=32,
-        num_warps=4,
-        block_k=256,
-        num_stages=4,
-        tensor_cores=True,
-        early_start=False,
-        release="never",
-    ),
-    (2, 2560, 4096, False): GemvConfig(block_n=2, num_warps=8),
-    (2, 9728, 2560, True): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
-    (2, 2560, 9728, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
-    (8, 4096, 1024, False): GemvConfig(
-        block_n=32,
-        num_warps=4,
-        block_k=256,
-        num_stages=4,
-        tensor_cores=True,
-        early_start=False,
-        release="never",
-    ),
-    (8, 1024, 2048, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
-    (8, 3072, 1024, True): GemvConfig(block_n=32, num_warps=4, block_k=256, num_stages=4, tensor_cores=True),
-    (8, 1024, 3072, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
+    # 0.6B
+    (1, 4096, 1024, False): GemvConfig(block_n=2, num_warps=4),
+    (1, 1024, 2048, False): GemvConfig(block_n=2, num_warps=4),
+    (1, 3072, 1024, True): GemvConfig(block_n=2, num_warps=4),
+    (1, 1024, 3072, False): GemvConfig(block_n=2, num_warps=4),
+    (1, 151936, 1024, False): GemvConfig(block_n=4, num_warps=4, release="late"),
+    (2, 4096, 1024, False): GemvConfig(block_n=4, num_warps=4),
+    (2, 1024, 2048, False): GemvConfig(block_n=2, num_warps=4),
+    (2, 3072, 1024, True): _TILES,
+    (2, 1024, 3072, False): GemvConfig(block_n=2, num_warps=8),
+    (2, 151936, 1024, False): GemvConfig(block_n=2, num_warps=2, programs_per_sm=8, early_start=False, release="never"),
+    (8, 4096, 1024, False): replace(_TILES, early_start=False, release="never"),
+    (8, 1024, 2048, False): _NARROW_TILES,
+    (8, 3072, 1024, True): _TILES,
+    (8, 1024, 3072, False): _NARROW_TILES,
     (8, 151936, 1024, False): GemvConfig(
-        block_n=64,
-        num_warps=4,
-        block_k=128,
-        num_stages=5,
-        tensor_cores=True,
-        early_start=False,
-        release="never",
+        block_n=64, num_warps=4, block_k=128, num_stages=5, tensor_cores=True, early_start=False, release="never"
     ),
-    (8, 4096, 4096, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
-    (8, 4096, 12288, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
-    (8, 2560, 4096, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
-    (8, 2560, 9728, False): GemvConfig(block_n=16, num_warps=2, block_k=256, num_stages=4, tensor_cores=True),
+    # 8B
+    (1, 6144, 4096, False): GemvConfig(block_n=2, num_warps=4),
+    (1, 4096, 4096, False): GemvConfig(block_n=1, num_warps=4, release="late"),
+    (1, 12288, 4096, True): GemvConfig(block_n=2, num_warps=8, release="late"),
+    (1, 4096, 12288, False): GemvConfig(block_n=2, num_warps=16, release="late"),
+    (1, 151936, 4096, False): GemvConfig(block_n=2, num_warps=4, release="late"),
 }
-"""(rows, outputs, inputs, silu) -> the fastest configuration on an H200, where it beats the rule; see tune_gemv.py."""
+"""(rows, outputs, inputs, silu) -> the fastest configuration on an H200, where it beats the rule; in a chain of
+layers where it was
+measured in one; see tune_chain.py and tune_gemv.py."""
 
 
 def unpacked(config: list[int]) -> GemvConfig:
@@ -140,13 +113,24 @@ def programs_of(groups: int, programs_per_sm: int, num_sms: int) -> int:
 def choose_config(rows: int, out_features: int, in_features: int, silu: bool, norm: bool = False) -> GemvConfig:
     """The measured configuration of these sizes, or else a good one by rule. out_features counts after silu * up.
 
-    By rule a product behind a norm takes part in a chain of early starts only if silu(gate) * up follows it.
+    By rule a product of several rows behind a norm takes part in a chain of early starts only if silu(gate) * up
+    follows it.
     """
     measured = MEASURED.get((rows, out_features, in_features, silu))
     if measured is not None:
         return measured
+    if rows == 1:
+        return _one_row(out_features, in_features, silu)
     config = _by_rule(rows, out_features, in_features, silu)
     return replace(config, early_start=False, release="never") if norm and not silu else config
+
+
+def _one_row(out_features: int, in_features: int, silu: bool) -> GemvConfig:
+    """Two rows of the weight a program, so many warps that each of its threads holds 16 to 96 elements of them."""
+    width = next_power_of_2(in_features)
+    num_warps = max(1, min(16, width // (32 * _VECTOR), 4 if width <= 4096 and not silu else width // 512))
+    is_large = in_features * out_features * (2 if silu else 1) >= _LARGE
+    return GemvConfig(block_n=2, num_warps=num_warps, release="late" if is_large else "early")
 
 
 def _by_rule(rows: int, out_features: int, in_features: int, silu: bool) -> GemvConfig:

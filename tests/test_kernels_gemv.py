@@ -264,7 +264,8 @@ def test_a_launch_without_early_start_neither_waits_nor_lets_others_start() -> N
 @compiled
 @pytest.mark.parametrize(("silu", "norm", "early"), [(False, True, False), (True, True, True), (False, False, True)])
 def test_by_rule_a_product_behind_a_norm_starts_early_before_silu_only(silu: bool, norm: bool, early: bool) -> None:
-    config = choose_config(1, 640, 512, silu, norm)
+    assert choose_config(1, 640, 512, silu, norm).early_start, "one row always does"
+    config = choose_config(2, 640, 512, silu, norm)
     assert (config.early_start, config.release) == (early, "early" if early else "never")
 
 
@@ -311,7 +312,7 @@ def test_chosen_configurations_are_legal(rows: int, out_features: int, size: int
     assert unpacked(config.packed()) == config
     is_large = out_features < 65536 and out_features * size * (2 if silu else 1) >= 1 << 23
     if (rows, out_features, size, silu) not in MEASURED:
-        assert config.tensor_cores == (is_large or rows > (8 if out_features <= 1024 else 4))
+        assert config.tensor_cores == (rows > 1 and (is_large or rows > (8 if out_features <= 1024 else 4)))
     if not config.tensor_cores:
         width = next_power_of_2(size)
         threads = 32 * config.num_warps
