@@ -25,6 +25,13 @@ def close(value, expected):
 # --- workloads -------------------------------------------------------------------------------------------------------
 
 
+def test_no_job_finds_the_prompts_of_another_in_the_prefix_cache() -> None:
+    names = ["nano", "b1", "dec64", "dec256", "pre4096", "long4096", "steady64"]
+    seeds = [bench.first_seed(bench.workload(name), seed) + i for name in names for seed in (0, 1) for i in range(4)]
+    assert len(set(seeds)) == len(seeds)
+    assert bench.first_seed(bench.workload("nano"), 0) == 0
+
+
 def test_requests_are_drawn_in_a_fixed_order():
     drawn = bench.requests(3, (2, 5), (7, 9), seed=4)
     rng = random.Random(4)
