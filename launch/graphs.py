@@ -91,8 +91,15 @@ class StepGraphs:
         return True
 
     def ran(self, key: StepKey, *, alone: bool) -> None:
-        """Captures the shape of the uncaptured step just launched, if it is due. alone: it was one prompt alone."""
-        if self.wants(key) and (not key.is_mixed or alone or self._has_been_seen(key)):
+        """Captures the shape of the uncaptured step just launched, if it is due. alone: it was one prompt alone.
+
+        A step that several sequences share is worth it up to half the size: the host prepares it while the one before
+        is computed.
+        """
+        if not self.wants(key):
+            return
+        is_shared = 2 * key.token_bucket <= self._mixed_limit and self._has_been_seen(key)
+        if not key.is_mixed or alone or is_shared:
             self.add(key)
 
     def wants(self, key: StepKey) -> bool:

@@ -68,6 +68,15 @@ def test_a_mixed_shape_is_captured_when_it_comes_again_or_is_one_prompt_alone() 
     assert len(table) == len(made) == 2
 
 
+def test_a_mixed_shape_of_more_than_half_the_size_is_captured_for_one_prompt_alone_only() -> None:
+    table, made = make(captured_tokens=2 * MIXED.token_bucket - 1)
+    for _ in range(3):
+        table.ran(MIXED, alone=False)
+    assert made == []
+    table.ran(MIXED, alone=True)
+    assert [graph.key for graph in made] == [MIXED]
+
+
 def test_a_large_mixed_step_is_never_captured() -> None:
     table, made = make(captured_tokens=63)
     for _ in range(3):
@@ -163,6 +172,7 @@ class Plans:
 
 def captured_runner(monkeypatch: pytest.MonkeyPatch) -> runner.Runner:
     monkeypatch.setattr(runner, "Graph", Rerun)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     made = plans.make_runner(graphs=True, buckets=replace(plans.BUCKETS, captured_tokens=48))
     made.on_gpu, made.kernels = True, replace(made.kernels, advance=None)
     made._device_words = torch.zeros(1 << 12, dtype=torch.int32)
