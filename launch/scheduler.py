@@ -342,7 +342,8 @@ class Scheduler:
         chunks = self._chunks(prompts, left)
         left -= sum(length for _, length in chunks)
         admitted = [] if has_preempted or self._draining else self._admit(left)
-        return _composition(decode, chunks, appends, admitted)
+        longest_first = np.argsort(-rows.scheduled_len[decode], kind="stable")  # attention ends with the short rows
+        return _composition(decode[longest_first], chunks, appends, admitted)
 
     def _make_room(self, short: Ints) -> Ints:
         """Preempts, youngest first, until every row of `short` that is left can have one block more; returns those."""
