@@ -6,6 +6,7 @@ nothing does. Functions that take both trees walk them together; none of them kn
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -176,26 +177,113 @@ def init_params(
 ) -> PyTree:
     """Random parameters: the same whole tensors for a seed at every tensor-parallel size and on every device.
 
-    Each part is drawn whole by `init_part`, a few ahead on other threads, then sliced.
+    Each part is drawn by `init_part`, this rank's slice alone where that is a run of rows: on a GPU, or a few ahead on
+    other threads.
     """
-    drawn = [(part, spec.init) for spec in spec_leaves(specs) for part in spec.parts]
-    tensors = ahead(lambda item: init_part(item[0].name, item[0].shape, seed=seed, std=std, init=item[1]), drawn)
-    return assemble(specs, lambda name, slices: next(tensors)[slices], group, device=device, dtype=dtype)
+    on_gpu = torch.device(device).type == "cuda"
+    drawn = [(part, spec) for spec in spec_leaves(specs) for part in spec.parts]
+
+    def draw(item: tuple[Part, Spec]) -> Tensor:
+        part, spec = item
+        slices = local_slices(part, group)
+        wanted = spec.dtype or dtype
+        value = init_part(
+            part.name,
+            part.shape,
+            seed=seed,
+            std=std,
+            init=spec.init,
+            rows=slices[0] if slices else None,
+            device=device if on_gpu else "cpu",
+            dtype=wanted if wanted in _DRAWN_DTYPES else torch.float32,
+        )
+        return value[(slice(None),) + slices[1:]] if slices else value
+
+    tensors = map(draw, drawn) if on_gpu else ahead(draw, drawn)
+    return assemble(specs, lambda name, slices: next(tensors), group, device=device, dtype=dtype)
 
 
-def init_part(name: str, shape: tuple[int, ...], *, seed: int = 0, std: float = 0.02, init: Any = None) -> Tensor:
-    """The random value of one whole checkpoint tensor: a function of (seed, name, shape) alone, fp32 on the CPU.
+def init_part(
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    seed: int = 0,
+    std: float = 0.02,
+    init: Any = None,
+    rows: slice | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The random value of one checkpoint tensor, whole or its `rows`: a function of (seed, name, shape) alone.
 
-    Without an init of its own a matrix is normal with deviation std, a bias 0, and any other vector (a norm) 1.
+    Without an init of its own a matrix is normal with deviation std, a bias 0, and any other vector (a norm) 1. The
+    numbers are the same bits on every device and for every choice of rows, in fp32 or rounded from it. init(shape,
+    generator) is called for the whole tensor, on the CPU, and gives its own device and dtype.
     """
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    with torch.device("cpu"):
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        if init is not None:
-            return init(shape, generator)
-        if len(shape) > 1:
-            return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
-        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype=torch.float32)
+    key = int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
+    if init is not None:
+        with torch.device("cpu"):
+            value = init(shape, torch.Generator().manual_seed(key >> 1))
+        return value if rows is None else value[rows]
+    start, stop, _ = (rows or slice(None)).indices(shape[0] if shape else 1)
+    taken = (max(0, stop - start), *shape[1:]) if shape else shape
+    if len(shape) > 1:
+        first = start * math.prod(shape[1:])
+        return normal_values(key, first, math.prod(taken), std, device, dtype).view(taken)
+    return torch.full(taken, 0.0 if name.endswith("bias") else 1.0, dtype=dtype, device=device)
+
+
+def normal_values(
+    key: int,
+    start: int,
+    count: int,
+    std: float = 1.0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Numbers start to start + count of the endless sequence that belongs to a key: normal, with deviation std.
+
+    Number i is one of 65536 quantiles of the normal distribution, chosen by 16 bits of a hash of (key, i // 4): integer
+    operations and a look-up, whose bits are the same everywhere. The hash is two rounds of xor and multiply over the
+    words of a Weyl sequence.
+    """
+    device = torch.device(device)
+    table_q = _quantiles(std).to(dtype).to(device)
+    out_n = torch.empty(count, dtype=dtype, device=device)
+    first, last = start // 4, -(-(start + count) // 4)
+    size = max(1, min(_CPU_WORDS if device.type == "cpu" else _DEVICE_WORDS, last - first))
+    steps_w = torch.arange(size, device=device) * _signed(_WEYL)
+    words_w = torch.empty_like(steps_w)
+    halves_w2, pieces_n = words_w.view(torch.int32).view(-1, 2), words_w.view(torch.int16)
+    for word in range(first, last, size):
+        torch.add(steps_w, _signed(key + word * _WEYL), out=words_w)
+        halves_w2[:, 0] ^= halves_w2[:, 1]
+        for _ in range(2):
+            words_w *= _signed(_MIX)
+            halves_w2[:, 0] ^= halves_w2[:, 1]
+        begin, end = max(start, 4 * word), min(start + count, 4 * (word + size))
+        picked = pieces_n[begin - 4 * word : end - 4 * word].to(torch.int32) + (1 << 15)
+        torch.index_select(table_q, 0, picked, out=out_n[begin - start : end - start])
+    return out_n
+
+
+_DRAWN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CPU_WORDS, _DEVICE_WORDS = 1 << 14, 1 << 22  # hashed at a time: in cache, and enough for a GPU with 0.3 GB for it
+_WEYL, _MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # 2^64 / golden ratio; an odd number that mixes well
+
+
+@functools.lru_cache(maxsize=8)
+def _quantiles(std: float) -> Tensor:
+    """65536 numbers of mean 0 and deviation std that split the normal distribution evenly, in fp32 on the CPU."""
+    with torch.device("cpu"), torch.inference_mode(False):
+        upper = torch.special.ndtri((torch.arange(1 << 15, dtype=torch.float64) + 0.5) / (1 << 16) + 0.5)
+        upper = upper * (std / upper.square().mean().sqrt())
+        return torch.cat([-upper.flip(0), upper]).float()
+
+
+def _signed(value: int) -> int:
+    """The low 64 bits of a number as the int64 of the same bits."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def ahead(fn: Callable[[Item], Result], items: Iterable[Item], workers: int = 0) -> Iterator[Result]:

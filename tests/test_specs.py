@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from funcllm.specs import (
     assemble,
     fill,
     init_params,
+    init_part,
     is_spec,
     local_part_shape,
     local_shape,
@@ -24,6 +26,7 @@ from funcllm.specs import (
     map_specs,
     named,
     nbytes,
+    normal_values,
     spec_leaves,
     specs_of,
     whole,
@@ -189,6 +192,70 @@ def test_random_values_have_the_spread_of_their_kind():
     assert not torch.equal(params.embed_tokens.weight, other.embed_tokens.weight)
     first, second = (params.layers[i].mlp.down_proj.weight for i in (0, 1))
     assert not torch.equal(first, second)
+
+
+def naive_normal_values(key: int, start: int, count: int) -> list[float]:
+    """normal_values by Python's integers, one number at a time, not yet scaled to the deviation 1."""
+    values = []
+    for place in range(start, start + count):
+        word = (key + place // 4 * 0x9E3779B97F4A7C15) % (1 << 64)
+        word ^= word >> 32
+        for _ in range(2):
+            word = word * 0xD6E8FEB86659FD93 % (1 << 64)
+            word ^= word >> 32
+        piece = (word >> 16 * (place % 4)) % (1 << 16)
+        values.append(NormalDist().inv_cdf(((piece + (1 << 15)) % (1 << 16) + 0.5) / (1 << 16)))
+    return values
+
+
+@pytest.mark.parametrize("key", [0, 0x0123456789ABCDEF, (1 << 64) - 1])
+def test_random_values_are_those_of_the_naive_twin_and_of_every_release(key):
+    for start in (0, 5, 10**12 + 3):
+        expected = naive_normal_values(key, start, 9)
+        assert normal_values(key, start, 9).tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    drawn = init_part("model.norm.weight", (2, 3), seed=7, std=0.5)
+    assert drawn.flatten().tolist() == pytest.approx(
+        [-0.5218976, -0.9322984, 0.4209975, 0.4477744, -0.6593998, 0.4545265], rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (1, 2), (3, 70_000), (65_533, 9), (4 * (1 << 14) - 2, 5), (8, 0)])
+def test_any_part_of_the_random_sequence_is_the_same_bits(start, count, monkeypatch):
+    whole = normal_values(99, 0, 80_000)
+    assert torch.equal(normal_values(99, start, count), whole[start : start + count])
+    monkeypatch.setattr("funcllm.specs._CPU_WORDS", 7)
+    assert torch.equal(normal_values(99, start, min(count, 500)), whole[start : start + min(count, 500)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_random_values_in_another_dtype_are_the_fp32_ones_rounded(dtype):
+    assert torch.equal(normal_values(3, 0, 5000, 0.02, dtype=dtype), normal_values(3, 0, 5000, 0.02).to(dtype))
+
+
+def test_the_random_sequence_is_normal_and_its_numbers_do_not_depend_on_each_other():
+    x = normal_values(1, 0, 1 << 20, 0.5).double()
+    share_n = (x.sort().values[[1 << 17, 1 << 18, 1 << 19, 3 << 18, 7 << 17]] / 0.5).tolist()
+    assert share_n == pytest.approx([-1.1503, -0.6745, 0.0, 0.6745, 1.1503], abs=6e-3)
+    assert x.mean().item() == pytest.approx(0.0, abs=2.5e-3)
+    assert x.std().item() == pytest.approx(0.5, rel=4e-3)
+    assert (x**4).mean().item() / 0.5**4 == pytest.approx(3.0, abs=0.03)
+    for lag in (1, 2, 3, 4, 1024):
+        assert abs((x[lag:] * x[:-lag]).mean().item()) / 0.25 < 5e-3
+    neighbour = normal_values(2, 0, 1 << 20, 0.5).double()
+    assert abs((x * neighbour).mean().item()) / 0.25 < 5e-3
+    spectrum = torch.linalg.svdvals(x[: 1 << 18].view(512, 512).float() / 0.5)
+    assert spectrum[0].item() == pytest.approx(2 * 512**0.5, rel=0.03)  # of a random matrix, by Marchenko and Pastur
+
+
+@pytest.mark.parametrize("rows", [slice(0, 0), slice(1, 4), slice(2, 5), None])
+def test_rows_of_a_part_are_rows_of_the_whole(rows):
+    def ramp(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return torch.rand(shape, generator=generator)
+
+    for name, shape, init in (("w", (5, 3), None), ("w", (5, 3), ramp), ("a.bias", (5,), None), ("s", (5, 2, 7), None)):
+        whole = init_part(name, shape, seed=4, init=init)
+        assert whole.shape == shape
+        assert torch.equal(init_part(name, shape, seed=4, init=init, rows=rows), whole[rows or slice(None)])
 
 
 def test_an_own_init_is_used_for_each_part():
