@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from funcllm import layers as defaults
 from funcllm.attention import paged_attention
+from funcllm.kernels.gemm_config import PADDED_ROWS
 from funcllm.sites import active
 from funcllm.types import Context, StepInputs
 
@@ -52,7 +53,7 @@ def batch_class(inputs: StepInputs, small_rows: int, ahead_rows: int = 0) -> str
 
 
 def small_rows(config: ModelConfig, group: Group, kernels: Kernels) -> int:
-    """Up to how many decode rows the small blocks are worth it: none where a layer's weights are large."""
+    """Up to how many decode rows the small blocks are worth it: only one where a layer's weights are large."""
     largest = 2 * config.intermediate_size // group.size * config.hidden_size
     return kernels.small_rows if largest <= SMALL_ELEMENTS else 0
 
@@ -65,7 +66,7 @@ def is_small(context: Context) -> bool:
 
 
 def ahead_rows(config: ModelConfig, group: Group, kernels: Kernels) -> int:
-    """Up to how many decode rows some product of a layer is worth asking for its weight early; 0 if none is."""
+    """The most decode rows at which some product of a layer is worth asking for its weight early; 0 if none is."""
     if not kernels.fused & {AHEAD_LINEAR.name, AHEAD_MLP.name}:
         return 0
     hidden, ffn = config.hidden_size, config.intermediate_size // group.size
@@ -77,7 +78,7 @@ def ahead_rows(config: ModelConfig, group: Group, kernels: Kernels) -> int:
         (ffn, hidden, True),
         (hidden, ffn, False),
     )
-    return max(kernels.row_limit(*sizes) for sizes in products)
+    return max((rows for rows in PADDED_ROWS for sizes in products if kernels.worth(rows, *sizes)), default=0)
 
 
 def is_ahead(context: Context) -> bool:
@@ -86,9 +87,9 @@ def is_ahead(context: Context) -> bool:
 
 
 def asks_ahead(weight: Tensor, silu: bool, context: Context) -> bool:
-    """Whether this product is worth asking for its weight early at any number of rows of the batch class "ahead"."""
-    rows, (out_features, size) = ahead_rows(context.config, context.group, context.kernels), weight.shape
-    return 0 < rows <= context.kernels.row_limit(out_features // 2 if silu else out_features, size, silu)
+    """Whether this product is worth asking for its weight early at the number of rows of this step."""
+    rows, (out_features, size) = context.inputs.token_ids_t.shape[0], weight.shape
+    return context.kernels.worth(rows, out_features // 2 if silu else out_features, size, silu)
 
 
 EMBED = Fused(name="embed", stands_for=("embed",), swallows=("embed",))

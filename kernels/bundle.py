@@ -13,8 +13,8 @@ from torch import Tensor
 from funcllm.kernels import cpu_step, fast, fused, gemm, gemm_config, gemv, ops, reference
 
 
-def _none(out_features: int, in_features: int, silu: bool) -> int:
-    return 0
+def _never(rows: int, out_features: int, in_features: int, silu: bool) -> bool:
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class Kernels:
     decode_inputs, advance: the kernels before and after a step; None: plain PyTorch, as funcllm/state.py has it.
     in_place: whether the ops that write the cache do so in place (the caches returned are those passed in).
     fused: names of the fused blocks (funcllm/fusion.py) that may use these kernels. small_rows: up to how many decode
-    rows a step counts as small. row_limit(outputs, inputs, silu): up to how many decode rows ahead_linear is worth it
-    for these sizes, or 0. prefill, decode: the back ends in use, and why: for people, and part of the graph key.
+    rows a step counts as small. worth(rows, outputs, inputs, silu): whether ahead_linear is worth it for so many decode
+    rows and these sizes. prefill, decode: the back ends in use, and why: for people, and part of the graph key.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Kernels:
     in_place: bool = False
     fused: frozenset[str] = frozenset()
     small_rows: int = 0
-    row_limit: Callable[[int, int, bool], int] = _none
+    worth: Callable[[int, int, int, bool], bool] = _never
     prefill: str = "reference"
     decode: str = "reference"
     why: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ def with_ahead_blocks(kernels: Kernels, device: torch.device) -> Kernels:
         fused=kernels.fused | AHEAD_BLOCKS,
         add_rms_norm=partial(fused.add_rms_norm, pdl=True),
         ahead_linear=partial(gemm.ahead_linear, counters_p=gemm.counters(device), pdl=True),
-        row_limit=gemm_config.row_limit,
+        worth=gemm_config.worth,
     )
 
 

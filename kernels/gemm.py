@@ -1,6 +1,6 @@
-"""A matrix product of 9 to 128 rows that asks for its weight before its predecessor ends: op `funcllm::ahead_linear`.
+"""A matrix product of 9 to 256 rows that asks for its weight before its predecessor ends: op `funcllm::ahead_linear`.
 
-On CUDA it is one Triton kernel (triton_gemm.py), on CPU the composition of cpu.py's functions, which round like the
+On CUDA it is one Triton kernel (see gemm_config.py), on CPU the composition of cpu.py's functions, which round like the
 reference and the kernel. Like the other kernels it has no derivative and refuses transforms.
 """
 
@@ -21,7 +21,7 @@ Optional = Tensor | tuple[()]
 
 
 def fits(rows: int, weight: Tensor) -> bool:
-    """Whether the kernel takes the product: 1 to 128 rows, a contiguous 16-bit weight with rows of whole 16 bytes."""
+    """Whether the kernel takes the product: 1 to 256 rows, a contiguous 16-bit weight with rows of whole 16 bytes."""
     narrow = weight.dtype in (torch.bfloat16, torch.float16)
     return 1 <= rows <= MAX_ROWS and narrow and weight.is_contiguous() and weight.shape[1] % 8 == 0
 

@@ -1,22 +1,24 @@
-"""How a matrix product of 9 to 128 rows is cut up on a GPU: configurations, and which sizes are worth it.
+"""How a matrix product of 9 to 256 rows is cut up on a GPU: configurations, and which sizes are worth it.
 
-The kernels are in triton_gemm.py. A product is left to the matmul library unless `MEASURED` has its sizes.
+The kernels are in triton_gemm.py, gluon_gemm.py and triton_tiles.py. A product is left to the matmul library unless
+`MEASURED` has its sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
-MAX_ROWS = 128  # more: the matmul library
-PADDED_ROWS = (16, 32, 64, 128)
+MAX_ROWS = 256  # more: the matmul library
+PADDED_ROWS = (16, 32, 64, 128, 256)
 SHARED_SM90 = 232448  # bytes of shared memory that one program may take on sm_90
 RELEASES = ("never", "early", "late")
 _BLOCK_N = 64  # the rows of a wgmma
 _SCRATCH_BYTES = 4096  # of shared memory beside the operands, at least
 _SPLIT_COLUMNS = 256  # of the weight, at least, in a split
 _PROGRAMS = 64  # that a launch should have at least: fewer leave too much of x to each
+LARGE_ELEMENTS = 1 << 23  # of a weight, beyond which no more than a part of it arrives before the wait
 
 Release = Literal["never", "early", "late"]
 
@@ -36,10 +38,15 @@ class GemmConfig:
     fence: whether a proxy fence stands between a copy and the product that reads it, as the PTX manual asks for; loops
     that Triton pipelines by itself go without.
 
+    parts: the kernel of triton_tiles.py, where a program takes so many times block_n rows of the weight, each with sums
+    of its own, and has num_stages pieces of weight and x in flight behind the wait; nothing is ahead. 0: another
+    kernel. tma: whether these pieces come by tensor maps, where the operands' addresses allow it. spread: whether the
+    programs of a tile add up a share each, where all programs have a multiprocessor; else the last to arrive adds up.
+
     early_start: whether the kernel starts before its predecessor has ended, where the caller allows it. release: when
     its own successor may start: "early" (every program has asked for its first weights), "late" (every program has
-    multiplied) or "never" (at its end). prefetch: pieces behind the ahead ones that are brought to the L2 cache before
-    the wait.
+    multiplied) or "never" (at its end). prefetch: pieces of the weight behind the ahead ones that are brought to the L2
+    cache before the wait.
     """
 
     block_n: int = _BLOCK_N
@@ -53,6 +60,9 @@ class GemmConfig:
     rotate: bool = False
     rings: bool = False
     fence: bool = True
+    parts: int = 0
+    tma: bool = False
+    spread: bool = False
     early_start: bool = True
     release: Release = "early"
 
@@ -69,7 +79,7 @@ H200; see tune_gemm.py. Sizes that are not here are not used by a model."""
 
 def unpacked(config: list[int]) -> GemmConfig:
     """The configuration that `packed` gave."""
-    *numbers, rotate, rings, fence, early_start, release = config
+    *numbers, rotate, rings, fence, parts, tma, spread, early_start, release = config
     block_n, block_k, num_warps, ahead, x_ahead, num_stages, splits, prefetch = numbers
     return GemmConfig(
         block_n=block_n,
@@ -83,6 +93,9 @@ def unpacked(config: list[int]) -> GemmConfig:
         rotate=bool(rotate),
         rings=bool(rings),
         fence=bool(fence),
+        parts=parts,
+        tma=bool(tma),
+        spread=bool(spread),
         early_start=bool(early_start),
         release=RELEASES[release],  # type: ignore[arg-type]
     )
@@ -93,14 +106,12 @@ def padded_rows(rows: int) -> int:
     return next(padded for padded in PADDED_ROWS if rows <= padded)
 
 
-def row_limit(out_features: int, in_features: int, silu: bool) -> int:
-    """Up to how many rows the product of these sizes is measured to be worth it, from 16 on without a gap; or 0."""
-    limit = 0
-    for padded in PADDED_ROWS:
-        if (padded, out_features, in_features, silu) not in MEASURED:
-            return limit
-        limit = padded
-    return limit
+def worth(rows: int, out_features: int, in_features: int, silu: bool) -> bool:
+    """Whether the product of so many rows and these sizes is measured to be faster than the matmul library.
+
+    Each padded number of rows is measured by itself: a size may be worth it at 128 rows and not at 64.
+    """
+    return rows <= MAX_ROWS and (padded_rows(rows), out_features, in_features, silu) in MEASURED
 
 
 def choose_config(rows: int, out_features: int, in_features: int, silu: bool, element_size: int = 2) -> GemmConfig:
@@ -116,20 +127,93 @@ def pieces_of(in_features: int, config: GemmConfig) -> int:
 
 def tiles_of(out_features: int, silu: bool, config: GemmConfig) -> int:
     """Tiles of outputs, and so counters that a split launch needs."""
-    return -(-out_features * (2 if silu else 1) // config.block_n)
+    return -(-out_features * (2 if silu else 1) // rows_of_weight(config))
+
+
+def rows_of_weight(config: GemmConfig) -> int:
+    """Rows of the weight in a tile."""
+    return config.block_n * max(1, config.parts)
 
 
 def shared_bytes(rows: int, config: GemmConfig, in_features: int, element_size: int = 2) -> int:
     """Bytes of shared memory that the operands of a program take, about."""
     pieces = pieces_of(in_features, config)
-    weight, x = (count * config.block_k * element_size for count in (config.block_n, padded_rows(rows)))
+    weight, x = (count * config.block_k * element_size for count in (rows_of_weight(config), padded_rows(rows)))
+    if config.parts:
+        return config.num_stages * (weight + x)
     if config.rings:
         return min(config.ahead, pieces) * weight + min(config.ahead, config.x_ahead, pieces) * x
     ahead = min(config.ahead, pieces) * weight + x
     return ahead if pieces <= config.ahead else max(ahead, (config.num_stages + 1) * (weight + x))
 
 
+def cost(rows: int, out_features: int, in_features: int, silu: bool, config: GemmConfig) -> float:
+    """About how many microseconds a launch with `parts` takes on an H200, to compare configurations with each other.
+
+    The largest of four limits: the weight from memory; what programs read through the L2 cache; the same and the
+    arithmetic of the busiest multiprocessor. Behind it partial sums are written, counted and read.
+    """
+    tile, padded = rows_of_weight(config), padded_rows(rows)
+    columns = pieces_of(in_features, config) * config.block_k
+    programs = tiles_of(out_features, silu, config) * config.splits
+    moved, sums = 2 * columns * (tile + padded), 4 * tile * padded
+    most = -(-programs // MULTIPROCESSORS)
+    memory = 2 * in_features * out_features * (2 if silu else 1) / _MEMORY_BYTES
+    work = max(most * moved / _SM_BYTES, most * 2 * columns * tile * padded / _SM_FLOPS)
+    reads = 1 if config.spread and programs <= MULTIPROCESSORS else config.splits
+    tail = 1.5 + (1 + reads) * sums / _SM_BYTES if config.splits > 1 else 0.0
+    return max(memory, programs * moved / _L2_BYTES, work) + tail
+
+
+MULTIPROCESSORS = 132
+_MEMORY_BYTES, _L2_BYTES, _SM_BYTES = 4.26e6, 6.5e6, 8e4  # a microsecond
+_SM_FLOPS = 5e6  # a microsecond
+
+
+def cuts(
+    rows: int, out_features: int, in_features: int, silu: bool, element_size: int = 2, count: int = 1
+) -> list[GemmConfig]:
+    """Ways with `parts` to cut a product, the one of the least cost first; of each tile the best `count`.
+
+    All programs of a multiprocessor fit into its shared memory together, so that none waits for another one to end.
+    """
+    padded, found = padded_rows(rows), []
+    sizes = (padded, out_features, in_features, silu)
+    for block_n, parts, num_warps in _TILES:
+        if block_n * parts * padded > _SUMS * 32 * num_warps:
+            continue
+        tile = GemmConfig(block_n=block_n, block_k=_TILE_K, num_warps=num_warps, parts=parts, prefetch=4, tma=True)
+        most_splits = max(1, min(12, in_features // _SPLIT_COLUMNS))
+        ways = [replace(tile, splits=splits, spread=splits > 1) for splits in range(1, most_splits + 1)]
+        deep = [_deepest(*sizes, way, element_size) for way in ways]
+        found += sorted((way for way in deep if way.num_stages > 1), key=lambda way: cost(*sizes, way))[:count]
+    return sorted(found, key=lambda way: cost(*sizes, way))
+
+
+def _deepest(
+    padded: int, out_features: int, in_features: int, silu: bool, config: GemmConfig, element_size: int
+) -> GemmConfig:
+    """The configuration with as many stages as fit, up to 6, where all programs run at once."""
+    programs = tiles_of(out_features, silu, config) * config.splits
+    together = -(-programs // MULTIPROCESSORS)
+    one = shared_bytes(padded, replace(config, num_stages=1), in_features, element_size)
+    return replace(config, num_stages=min(6, (SHARED_SM90 // together - 2 * _SCRATCH_BYTES) // one))
+
+
+_TILES = ((128, 1, 8), (64, 2, 4), (64, 2, 8), (64, 3, 8), (64, 3, 4), (128, 2, 8), (64, 4, 8), (64, 1, 4))
+_TILE_K = 64
+_SUMS = 192  # fp32 sums that a thread may hold
+
+
 def _by_rule(padded: int, out_features: int, in_features: int, silu: bool, element_size: int) -> GemmConfig:
+    """Tiles of many parts for many rows and large weights, else as much of the weight ahead as fits."""
+    elements = out_features * in_features * (2 if silu else 1)
+    if padded > 128 or (padded > 32 and elements > LARGE_ELEMENTS):
+        return cuts(padded, out_features, in_features, silu, element_size)[0]
+    return _ahead_by_rule(padded, out_features, in_features, silu, element_size)
+
+
+def _ahead_by_rule(padded: int, out_features: int, in_features: int, silu: bool, element_size: int) -> GemmConfig:
     """Whole columns ahead where they fit; so many splits that there is a program for every other multiprocessor."""
     block_k = min(128 if padded <= 64 else 64, max(16, _next_power_of_2(in_features)))
     tiles = -(-out_features * (2 if silu else 1) // _BLOCK_N)

@@ -34,8 +34,10 @@ from funcllm.kernels.gemm_config import (
     RELEASES,
     GemmConfig,
     choose_config,
+    cuts,
     padded_rows,
     pieces_of,
+    rows_of_weight,
     tiles_of,
 )
 from funcllm.kernels.triton_fused import silu_product, to_l2, unit_stride
@@ -74,13 +76,21 @@ def gemm(
         if counters_p.numel() < tiles or counters_p.dtype != torch.int32:
             given = f"{counters_p.numel()} of {counters_p.dtype}"
             raise ValueError(f"{tiles} tiles need as many int32 counters, not {given}; use gemm.counters(device)")
-        partials = torch.empty(tiles * config.splits * config.block_n * padded, dtype=torch.float32, device=x_td.device)
+        sums = tiles * config.splits * rows_of_weight(config) * padded
+        partials = torch.empty(sums, dtype=torch.float32, device=x_td.device)
     if config.rings and not (size % 16 == 0 and x_td.element_size() == 2 and x_td.is_cuda and rings_work()):
         config = replace(config, rings=False, x_ahead=min(config.x_ahead, 3))
     if config.rings and (x_td.stride(0) % 16 or x_td.data_ptr() % 16):
         x_td = x_td.contiguous()
+    config = replace(config, spread=config.spread and tiles * config.splits <= _multiprocessors(x_td.device))
+    maps: tuple[Any, ...] = ()
+    if config.parts:
+        from funcllm.kernels import triton_tiles
+
+        config = replace(config, tma=config.tma and triton_tiles.maps_fit(x_td, weight_od, silu))
+        maps = triton_tiles.tensor_maps(x_td, weight_od, silu, config)
     constants = gemm_constants(rows, out_features, size, bias=bias_o is not None, silu=silu, pdl=pdl, config=config)
-    if not x_td.is_cuda or x_td.element_size() != 2:
+    if "ON_GPU" in constants and (not x_td.is_cuda or x_td.element_size() != 2):
         constants["ON_GPU"] = False
     kernel_of(config)[(tiles * config.splits,)](
         x_td,
@@ -92,6 +102,7 @@ def gemm(
         x_td.stride(0),
         rows,
         constants["PIECES"],
+        *maps,
         **constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -113,7 +124,6 @@ def gemm_constants(
 ) -> dict[str, Any]:
     """The compile-time arguments of a launch on a GPU."""
     pieces = pieces_of(size, config)
-    ahead = min(config.ahead, pieces)
     constants = {
         "N": out_features,
         "K": size,
@@ -124,16 +134,28 @@ def gemm_constants(
         "BLOCK_K": config.block_k,
         "PIECES": pieces,
         "SPLITS": config.splits,
+        "PDL": pdl and config.early_start,
+        "RELEASE": RELEASES.index(config.release) if pdl else 0,
+    }
+    if config.parts:
+        prefetch = triton.next_power_of_2(min(config.prefetch, pieces)) if pdl and config.prefetch else 0
+        flags = {"TMA": config.tma, "SPREAD": config.spread, "PREFETCH": prefetch}
+        return constants | flags | {"PARTS": config.parts, "STAGES": config.num_stages}
+    ahead = min(config.ahead, pieces)
+    constants |= {
         "AHEAD": ahead,
         "X_AHEAD": min(config.x_ahead, ahead),
         "ROTATE": config.rotate and pieces > 1,
-        "PDL": pdl and config.early_start,
-        "RELEASE": RELEASES.index(config.release) if pdl else 0,
     }
     if config.rings:
         return constants | {"FENCE": config.fence, "WARPS": config.num_warps}
     prefetch = min(config.prefetch, pieces - ahead) if pdl else 0
     return constants | {"STAGES": config.num_stages, "PREFETCH": prefetch, "ON_GPU": True}
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 @functools.cache
@@ -152,6 +174,10 @@ def kernel_of(config: GemmConfig) -> Any:
         from funcllm.kernels import gluon_gemm
 
         return gluon_gemm.gemm_kernel
+    if config.parts:
+        from funcllm.kernels import triton_tiles
+
+        return triton_tiles.tiles_kernel
     return _gemm_kernel
 
 
@@ -181,7 +207,7 @@ def _columns(i, first, turn, PIECES: tl.constexpr, BLOCK_K: tl.constexpr, ROTATE
 
 
 @triton.jit
-def _weight_rows(tile, N: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr):
+def weight_rows(tile, N: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr):
     """Rows of the weight in a tile. With SILU the gate rows of 8 outputs, then their up rows, and so on."""
     r = tl.arange(0, BLOCK_N)
     if SILU:
@@ -192,7 +218,7 @@ def _weight_rows(tile, N: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexp
 
 
 @triton.jit
-def _piece(row_r1, k, K: tl.constexpr, EVEN: tl.constexpr, WEIGHT: tl.constexpr):
+def piece(row_r1, k, K: tl.constexpr, EVEN: tl.constexpr, WEIGHT: tl.constexpr):
     policy: tl.constexpr = "evict_first" if WEIGHT else ""
     if EVEN:
         return tl.load(row_r1 + k[None, :], eviction_policy=policy)
@@ -201,21 +227,22 @@ def _piece(row_r1, k, K: tl.constexpr, EVEN: tl.constexpr, WEIGHT: tl.constexpr)
 
 
 @triton.jit
-def _finish(
-    sums_nm, bias_ptr, y_ptr, tile, rows,
+def finish(
+    sums_nm, bias_ptr, y_ptr, tile, first_m, rows,
     N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
+    """Writes a tile of outputs for the BLOCK_M rows from first_m on, from their sums."""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     outputs: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
     if BIAS:
-        sums_nm += tl.load(bias_ptr + _weight_rows(tile, N, BLOCK_N, SILU)).to(tl.float32)[:, None]
+        sums_nm += tl.load(bias_ptr + weight_rows(tile, N, BLOCK_N, SILU)).to(tl.float32)[:, None]
     y_nm = sums_nm.to(dtype)
     if SILU:
         planes = tl.permute(tl.reshape(y_nm, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1))
         gate, up = tl.split(planes)
         y_nm = tl.reshape(silu_product(gate.to(tl.float32), up.to(tl.float32), dtype), (outputs, BLOCK_M))
     n_1n = (tile * outputs + tl.arange(0, outputs))[None, :]
-    m_m1 = tl.arange(0, BLOCK_M)[:, None]
+    m_m1 = first_m + tl.arange(0, BLOCK_M)[:, None]
     tl.store(y_ptr + m_m1 * N + n_1n, tl.trans(y_nm), mask=(m_m1 < rows) & (n_1n < N))
 
 
@@ -254,10 +281,10 @@ def _gemm_kernel(
     split = tl.program_id(0) % SPLITS
     first = split * PIECES
     turn = tl.program_id(0) % PIECES
-    weight_row_n1 = (weight_ptr + _weight_rows(tile, N, BLOCK_N, SILU).to(tl.int64) * K)[:, None]
+    weight_row_n1 = (weight_ptr + weight_rows(tile, N, BLOCK_N, SILU).to(tl.int64) * K)[:, None]
     weights = ()
     for i in tl.static_range(AHEAD):
-        weight_nk = _piece(weight_row_n1, _columns(i, first, turn, PIECES, BLOCK_K, ROTATE), K, EVEN, True)
+        weight_nk = piece(weight_row_n1, _columns(i, first, turn, PIECES, BLOCK_K, ROTATE), K, EVEN, True)
         weights = weights + (weight_nk,)  # type: ignore[assignment]
     for i in tl.static_range(PREFETCH):
         lines = tl.arange(0, (BLOCK_K + LINE - 1) // LINE) * LINE
@@ -271,20 +298,20 @@ def _gemm_kernel(
     x_row_m1 = (x_ptr + tl.minimum(tl.arange(0, BLOCK_M), rows - 1) * x_stride)[:, None]
     xs = ()
     for i in tl.static_range(X_AHEAD):
-        x_mk = _piece(x_row_m1, _columns(i, first, turn, PIECES, BLOCK_K, ROTATE), K, EVEN, False)
+        x_mk = piece(x_row_m1, _columns(i, first, turn, PIECES, BLOCK_K, ROTATE), K, EVEN, False)
         xs = xs + (x_mk,)  # type: ignore[assignment]
     sums_nm = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for i in tl.static_range(AHEAD):
         if i + X_AHEAD < AHEAD:
-            x_mk = _piece(x_row_m1, _columns(i + X_AHEAD, first, turn, PIECES, BLOCK_K, ROTATE), K, EVEN, False)
+            x_mk = piece(x_row_m1, _columns(i + X_AHEAD, first, turn, PIECES, BLOCK_K, ROTATE), K, EVEN, False)
             xs = xs + (x_mk,)  # type: ignore[assignment]
         sums_nm = tl.dot(weights[i], tl.trans(_needed_here(xs[i], ON_GPU)), sums_nm, input_precision="ieee")
     if AHEAD < PIECES:
         for later in tl.range(AHEAD, pieces, num_stages=STAGES):
             k = _columns(later, first, turn, PIECES, BLOCK_K, ROTATE)
             sums_nm = tl.dot(
-                _piece(weight_row_n1, k, K, EVEN, True),
-                tl.trans(_piece(x_row_m1, k, K, EVEN, False)),
+                piece(weight_row_n1, k, K, EVEN, True),
+                tl.trans(piece(x_row_m1, k, K, EVEN, False)),
                 sums_nm,
                 input_precision="ieee",
             )
@@ -292,7 +319,7 @@ def _gemm_kernel(
         gdc_launch_dependents()
 
     if SPLITS == 1:
-        _finish(sums_nm, bias_ptr, y_ptr, tile, rows, N, BLOCK_M, BLOCK_N, BIAS, SILU)
+        finish(sums_nm, bias_ptr, y_ptr, tile, 0, rows, N, BLOCK_M, BLOCK_N, BIAS, SILU)
     else:
         inside_nm = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         tl.store(partials_ptr + tl.program_id(0) * (BLOCK_N * BLOCK_M) + inside_nm, sums_nm)
@@ -303,7 +330,7 @@ def _gemm_kernel(
             total_nm = tl.load(at_nm, cache_modifier=".cg")
             for other in tl.static_range(1, SPLITS):
                 total_nm += tl.load(at_nm + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
-            _finish(total_nm, bias_ptr, y_ptr, tile, rows, N, BLOCK_M, BLOCK_N, BIAS, SILU)
+            finish(total_nm, bias_ptr, y_ptr, tile, 0, rows, N, BLOCK_M, BLOCK_N, BIAS, SILU)
 
 
 # --- for the check without a GPU -------------------------------------------------------------------------------------
@@ -337,11 +364,31 @@ def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], d
         ),
         (32, 6144, 4096, {}, GemmConfig(block_n=128, block_k=64, num_warps=8, ahead=9, x_ahead=6, rings=True)),
     ]
+    large = ((6144, 4096, False), (4096, 4096, False), (12288, 4096, True), (4096, 12288, False))
+    for rows in (64, 128, 256):
+        for out_features, size, silu in large:
+            best = cuts(rows, out_features, size, silu)[0]
+            cases += [
+                (rows, out_features, size, {"silu": silu}, best),
+                (rows, out_features, size, {"silu": silu}, replace(best, tma=False)),
+            ]
+    cases += [(100, 1000, 2312, {"bias": True}, GemmConfig(block_n=128, block_k=128, num_warps=8, parts=1, splits=3))]
     variants: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
-    for rows, out_features, size, parts, given in cases:
-        config = given or choose_config(rows, out_features, size, parts.get("silu", False))
-        constants = gemm_constants(rows, out_features, size, **parts, pdl=True, config=config)
+    for rows, out_features, size, flags, given in cases:
+        config = given or choose_config(rows, out_features, size, flags.get("silu", False))
+        constants = gemm_constants(rows, out_features, size, **flags, pdl=True, config=config)
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        name = f"{'rings' if config.rings else 'gemm'}-{rows}x{out_features}x{size}"
-        variants.append((name, kernel_of(config), signature, constants, options))
+        kind = "rings" if config.rings else "tiles" if config.parts else "gemm"
+        name = f"{kind}-{rows}x{out_features}x{size}{'-maps' if config.tma else ''}"
+        maps = map_types(constants) if config.parts else {}
+        variants.append((name, kernel_of(config), signature | maps, constants, options))
     return variants
+
+
+def map_types(constants: dict[str, Any]) -> dict[str, str]:
+    """The types of the last two operands of triton_tiles.py's kernel, bf16."""
+    rows, outputs, columns = constants["BLOCK_M"], constants["BLOCK_N"], constants["BLOCK_K"]
+    if not constants["TMA"]:
+        return {"x_map": "*bf16", "weight_map": "*bf16"}
+    weight = f"{outputs // 16}, 2, 8" if constants["SILU"] else str(outputs)
+    return {"x_map": f"tensordesc<bf16[{rows}, {columns}]>", "weight_map": f"tensordesc<bf16[{weight}, {columns}]>"}

@@ -1,11 +1,11 @@
 """Measures products of 16 to 256 rows inside a chain of decoder layers on this machine's GPU.
 
-    python -m funcllm.kernels.tune_gemm 0.6B [--rows 16,64,128] [--json FILE] [--seconds 80] [--workers 12]
+    python -m funcllm.kernels.tune_gemm 0.6B [--rows 16,64,128,256] [--json FILE] [--seconds 80] [--workers 12]
 
 A chain is every decoder layer of the model with weights of its own, so that none is found in the L2 cache, captured in
 one CUDA graph: add + norm, qkv, q/k norm + rope + cache write (its output stands for that of attention), o, add + norm,
 gate_up with its activation, down. The products of a place are all done in the same way: by the matmul library, with the
-activation's kernel behind gate_up, or by a configuration of triton_gemm.py. Place after place every way is timed with
+activation's kernel behind gate_up, or by a configuration of gemm_config.py. Place after place every way is timed with
 the rest of the chain as it is best so far, then the fastest few with variations; in the end each place goes back to the
 library unless that costs time. Kernels are compiled by worker processes before anything is timed, and a configuration
 is checked against fp64 before it is.
@@ -34,10 +34,13 @@ from torch import Tensor
 
 from funcllm.kernels import fused, gemm, reference
 from funcllm.kernels.gemm_config import (
+    LARGE_ELEMENTS,
     MAX_ROWS,
     SHARED_SM90,
     GemmConfig,
     choose_config,
+    cost,
+    cuts,
     padded_rows,
     pieces_of,
     shared_bytes,
@@ -49,6 +52,8 @@ from funcllm.kernels.tune_gemv import BYTES_PER_MICROSECOND
 _EPS = 1e-6
 _MAX_ERROR = 1e-2
 _SHARED = SHARED_SM90 - 8192
+_TILED = 8  # cuts with parts that are timed
+_FAR = 1.3  # times the least cost: cuts that cannot win
 _VARIED = 2  # of the fastest ways of a place, tried with variations
 _WORTH = 0.02  # microseconds a layer that a way must save to be kept
 
@@ -65,13 +70,32 @@ PLACES = ("gate_up", "qkv", "down", "o")  # in the order of the search: the larg
 
 
 def candidates(rows: int, out_features: int, in_features: int, silu: bool) -> list[GemmConfig]:
-    """The configurations worth timing, the one chosen from sizes first."""
+    """The configurations worth timing, the one chosen from sizes first.
+
+    Tiles of many parts for large weights and for many rows, the kernels that keep weights ahead for the others.
+    """
+    is_large = out_features * in_features * (2 if silu else 1) > LARGE_ELEMENTS
     found = [choose_config(rows, out_features, in_features, silu)]
-    found += _cuts(rows, out_features, in_features, silu)
+    if rows <= 128 and not (is_large and rows > 32):
+        found += _ahead_cuts(rows, out_features, in_features, silu)
+    if is_large or rows > 64:
+        found += _tiled_cuts(rows, out_features, in_features, silu)
     return list(dict.fromkeys(found))
 
 
-def _cuts(rows: int, out_features: int, in_features: int, silu: bool) -> Iterator[GemmConfig]:
+def _tiled_cuts(rows: int, out_features: int, in_features: int, silu: bool) -> Iterator[GemmConfig]:
+    """The cuts of least cost by tensor maps, some of them by pointers, and some with pieces of twice the columns."""
+    best = cuts(rows, out_features, in_features, silu, count=2)[:_TILED]
+    costs = [cost(rows, out_features, in_features, silu, config) for config in best]
+    best = [config for i, config in enumerate(best) if i < _TILED // 2 or costs[i] <= _FAR * costs[0]]
+    yield from best
+    yield from (replace(config, tma=False) for config in best[: _TILED // 2])
+    for config in best:
+        if config.num_stages >= 4:
+            yield replace(config, block_k=128, num_stages=config.num_stages // 2, prefetch=2)
+
+
+def _ahead_cuts(rows: int, out_features: int, in_features: int, silu: bool) -> Iterator[GemmConfig]:
     padded = padded_rows(rows)
     for block_n, num_warps in ((64, 4), (128, 8)):
         tiles = tiles_of(out_features, silu, GemmConfig(block_n=block_n))
@@ -112,6 +136,18 @@ def _rings(padded: int, in_features: int, config: GemmConfig) -> Iterator[GemmCo
 
 def variations(rows: int, in_features: int, config: GemmConfig) -> list[GemmConfig]:
     """A configuration with one thing changed."""
+    if config.parts:
+        changed = [
+            replace(config, release="late"),
+            replace(config, tma=not config.tma),
+            replace(config, prefetch=0),
+            replace(config, prefetch=2 * config.prefetch),
+            replace(config, prefetch=4 * config.prefetch),
+            replace(config, spread=not config.spread and config.splits > 1),
+            replace(config, num_stages=config.num_stages - 1),
+            replace(config, early_start=False),
+        ]
+        return [c for c in dict.fromkeys(changed) if c != config and c.num_stages > 1]
     changed = [
         replace(config, rotate=True),
         replace(config, release="late"),
@@ -397,7 +433,7 @@ def _alone(name: str, rows: int) -> Chain:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m funcllm.kernels.tune_gemm", description=__doc__)
     parser.add_argument("size", choices=SIZES, help="the model whose layers make the chain")
-    parser.add_argument("--rows", default="16,64,128", help="batch sizes, of which those above 128 show the library")
+    parser.add_argument("--rows", default="16,64,128", help="batch sizes, of which those above 256 show the library")
     parser.add_argument("--json", help="write every figure to this file")
     parser.add_argument("--seconds", type=float, default=80.0, help="try no further way after this many seconds")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1), help="compiling processes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from tests.tiny import tiny_config
 
 CONFIG = tiny_config(vocab_size=199, o_bias=True, qkv_bias=True, mlp_bias=True)
 NAMES = frozenset(entry.name for entry in fusion.ENTRIES)
-EVERY = replace(REFERENCE, fused=NAMES, small_rows=8, row_limit=lambda *sizes: 64)
+EVERY = replace(REFERENCE, fused=NAMES, small_rows=8, worth=lambda rows, *sizes: rows <= 64)
 EVERY_AHEAD = replace(EVERY, small_rows=0)
 
 
@@ -113,6 +114,12 @@ def test_the_default_bundles_fuse_nothing_or_what_they_say() -> None:
 def context_of(layer: Layers, batch: str = "small", kernels: Kernels = EVERY, config: Any = CONFIG) -> Context:
     inputs: Any = ()
     return Context(config=config, group=Group(), kernels=kernels, layer=layer, inputs=inputs, batch=batch)
+
+
+def of_rows(rows: int, kernels: Kernels, config: Any = CONFIG) -> Context:
+    """A step of so many rows, as far as products see it."""
+    inputs: Any = SimpleNamespace(token_ids_t=torch.empty(rows, device="meta"))
+    return replace(context_of(Layers(), "ahead", kernels, config), inputs=inputs)
 
 
 def fitting(layer: Layers, batch: str = "small", kernels: Kernels = EVERY, config: Any = CONFIG) -> set[str]:
@@ -215,28 +222,33 @@ def test_small_blocks_are_left_to_models_with_small_weights() -> None:
     assert fusion.small_rows(qwen3_config("1.7b"), Group(0, 4), EVERY) == 8
 
 
-def test_products_ask_for_their_weights_early_where_they_are_measured_to_be_worth_it() -> None:
-    """Only sizes whose limit reaches that of the batch class; at tp 2 they are those of a shard."""
+def test_products_ask_for_their_weights_early_where_they_are_measured_to_be_worth_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each size at its own numbers of rows, whatever lies between; at tp 2 they are those of a shard."""
     config = qwen3_config("0.6b")
-    limits = {(4096, 1024, False): 64, (3072, 1024, True): 64, (1024, 3072, False): 32, (2048, 1024, False): 16}
-    kernels = replace(EVERY_AHEAD, row_limit=lambda *sizes: limits.get(sizes, 0))
+    counts = {(4096, 1024, False): {64}, (3072, 1024, True): {16, 32, 64}, (2048, 1024, False): {16}}
+    table = {(rows, *size): gemm_config.GemmConfig() for size, rows_of in counts.items() for rows in rows_of}
+    monkeypatch.setattr(gemm_config, "MEASURED", table)
+    kernels = replace(EVERY_AHEAD, worth=gemm_config.worth)
     assert fusion.ahead_rows(config, SINGLE, kernels) == 64
     assert fusion.ahead_rows(config, Group(0, 2), kernels) == 16
     assert fusion.ahead_rows(config, SINGLE, replace(kernels, fused=NAMES - AHEAD_BLOCKS)) == 0
-    context = context_of(Layers(), "ahead", kernels, config)
     weight = torch.empty(6144, 1024, device="meta")
-    assert fusion.asks_ahead(weight, True, context)
-    assert not fusion.asks_ahead(weight, False, context)
-    assert fusion.asks_ahead(weight[:4096], False, context)
-    assert not fusion.asks_ahead(torch.empty(1024, 3072, device="meta"), False, context)
+    for rows, qkv in ((33, True), (64, True), (20, False), (9, False)):
+        context = of_rows(rows, kernels, config)
+        assert fusion.asks_ahead(weight, True, context)
+        assert not fusion.asks_ahead(weight, False, context)
+        assert fusion.asks_ahead(weight[:4096], False, context) == qkv
+        assert not fusion.asks_ahead(torch.empty(1024, 3072, device="meta"), False, context)
 
 
 def test_no_product_asks_for_its_weight_early_unless_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     config = qwen3_config("0.6b")
-    bundle = replace(EVERY, row_limit=gemm_config.row_limit)
+    bundle = replace(EVERY, worth=gemm_config.worth)
     monkeypatch.setattr(gemm_config, "MEASURED", {})
     assert fusion.ahead_rows(config, SINGLE, bundle) == fusion.ahead_rows(config, SINGLE, FAST) == 0
-    assert not fusion.asks_ahead(torch.empty(4096, 1024, device="meta"), False, context_of(Layers(), "ahead", bundle))
+    assert not fusion.asks_ahead(torch.empty(4096, 1024, device="meta"), False, of_rows(16, bundle))
     monkeypatch.setattr(gemm_config, "MEASURED", {(16, 4096, 1024, False): gemm_config.GemmConfig()})
     assert fusion.ahead_rows(config, SINGLE, bundle) == 16
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from funcllm.kernels.gemm_config import (
     SHARED_SM90,
     GemmConfig,
     choose_config,
+    cost,
+    cuts,
     padded_rows,
     pieces_of,
-    row_limit,
     shared_bytes,
     tiles_of,
     unpacked,
+    worth,
 )
 from tests.gluon_on_cpu import Machine, Pointer, launch
 from tests.interpreting import assert_passes_interpreted
@@ -65,6 +68,11 @@ def assert_close(y: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(y, expected, rtol=TOLERANCE[y.dtype], atol=TOLERANCE[y.dtype])
 
 
+def poisoned(size: int | tuple[int, ...], **kinds: Any) -> Tensor:
+    """torch.empty, with NaN in it."""
+    return torch.full((size,) if isinstance(size, int) else size, float("nan"), **kinds)
+
+
 CONFIGS = {
     "all ahead": GemmConfig(block_n=16, block_k=32, ahead=8, x_ahead=2),
     "all ahead, turned": GemmConfig(block_n=16, block_k=32, ahead=8, x_ahead=3, rotate=True),
@@ -91,6 +99,80 @@ def test_kernel_equals_the_composition(
     y = triton_gemm.gemm(x, weight, bias_o=bias if biased else None, silu=silu, counters_p=counters, config=config)
     assert_close(y, composed(x, weight, bias if biased else None, silu))
     assert not counters.any()
+
+
+TILES = {
+    "one part": GemmConfig(block_n=32, block_k=32, parts=1, num_stages=2),
+    "three parts": GemmConfig(block_n=16, block_k=32, parts=3, num_stages=3, release="late"),
+    "one part, maps": GemmConfig(block_n=32, block_k=16, parts=1, num_stages=2, tma=True),
+    "three parts, maps": GemmConfig(block_n=16, block_k=32, parts=3, num_stages=2, tma=True),
+    "split": GemmConfig(block_n=16, block_k=16, parts=2, splits=3, num_stages=2),
+    "split, maps": GemmConfig(block_n=16, block_k=32, parts=1, splits=4, num_stages=2, tma=True, spread=True),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("config", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "out_features", "size", "silu", "biased"),
+    [(9, 21, 96, False, True), (17, 24, 136, True, False), (40, 40, 72, True, True), (70, 50, 104, False, False)],
+)
+def test_tiles_equal_the_composition(
+    config: GemmConfig,
+    dtype: torch.dtype,
+    rows: int,
+    out_features: int,
+    size: int,
+    silu: bool,
+    biased: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tiles reach over the edges, and all that is written lies in memory that was NaN."""
+    x, weight, bias = inputs(rows, out_features, size, dtype, silu)
+    counters = torch.zeros(8, dtype=torch.int32)
+    monkeypatch.setattr(torch, "empty", poisoned)
+    y = triton_gemm.gemm(x, weight, bias_o=bias if biased else None, silu=silu, counters_p=counters, config=config)
+    assert_close(y, composed(x, weight, bias if biased else None, silu))
+    assert not counters.any()
+
+
+@interpreted
+def test_tiles_take_256_rows() -> None:
+    x, weight, bias = inputs(250, 40, 80, torch.bfloat16, True)
+    expected = composed(x, weight, bias, True)
+    config = GemmConfig(block_n=16, block_k=64, parts=2, splits=2, num_stages=2, tma=True)
+    y = triton_gemm.gemm(x, weight, bias_o=bias, silu=True, counters_p=torch.zeros(8, dtype=torch.int32), config=config)
+    assert_close(y, expected)
+    assert_close(triton_gemm.gemm(x, weight, bias_o=bias, silu=True), expected)
+
+
+@interpreted
+def test_partial_sums_of_tiles_are_added_in_split_order() -> None:
+    x, weight, _ = inputs(9, 32, 96, torch.float32, False)
+    config = GemmConfig(block_n=16, block_k=32, parts=2, splits=3, num_stages=2)
+    y = triton_gemm.gemm(x, weight, config=config, counters_p=torch.zeros(1, dtype=torch.int32))
+    whole = replace(config, splits=1)
+    parts = [triton_gemm.gemm(x[:, i : i + 32], weight[:, i : i + 32].contiguous(), config=whole) for i in (0, 32, 64)]
+    assert torch.equal(y, (parts[0] + parts[1]) + parts[2])
+
+
+@interpreted
+def test_operands_that_tensor_maps_cannot_describe_come_by_pointers() -> None:
+    """Rows of 20 bytes; x behind an odd address; gate rows that are no whole eights."""
+    from funcllm.kernels import triton_tiles
+
+    x, weight, _ = inputs(17, 32, 80, torch.bfloat16, False)
+    config = GemmConfig(block_n=16, block_k=16, parts=1, num_stages=2, tma=True)
+    assert triton_tiles.maps_fit(x, weight, True)
+    cases = [
+        (x[:, :10].contiguous(), weight[:, :10].contiguous(), False),
+        (x[:, 1:73], weight[:, :72].contiguous(), False),
+        (x, weight[:20], True),
+    ]
+    for x, weight, silu in cases:
+        assert not triton_tiles.maps_fit(x, weight, silu)
+        assert_close(triton_gemm.gemm(x, weight, silu=silu, config=config), composed(x, weight, None, silu))
 
 
 @interpreted
@@ -163,8 +245,8 @@ def test_op_refuses_transforms_and_gradients() -> None:
 def test_launches_refuse_too_many_rows_and_strided_weights() -> None:
     from funcllm.kernels import triton_gemm
 
-    with pytest.raises(ValueError, match="129 rows are more than the 128"):
-        triton_gemm.gemm(torch.ones(129, 8), torch.ones(4, 8))
+    with pytest.raises(ValueError, match="257 rows are more than the 256"):
+        triton_gemm.gemm(torch.ones(257, 8), torch.ones(4, 8))
     with pytest.raises(ValueError, match="not contiguous"):
         triton_gemm.gemm(torch.ones(9, 4), torch.ones(4, 8).T)
 
@@ -173,10 +255,10 @@ def test_launches_refuse_too_many_rows_and_strided_weights() -> None:
 def test_fits_names_what_the_kernel_takes() -> None:
     weight = torch.zeros(6, 16, dtype=torch.bfloat16)
     assert gemm.fits(9, weight)
-    assert gemm.fits(128, weight.half())
+    assert gemm.fits(256, weight.half())
     assert gemm.fits(1, weight)
     assert not gemm.fits(0, weight)
-    assert not gemm.fits(129, weight)
+    assert not gemm.fits(257, weight)
     assert not gemm.fits(9, weight.float())
     assert not gemm.fits(9, weight.T)
     assert not gemm.fits(9, weight[:, :12].contiguous())
@@ -290,18 +372,48 @@ def test_chosen_configurations_are_legal(rows: int, out_features: int, size: int
     config = choose_config(rows, out_features, size, silu)
     assert unpacked(config.packed()) == config
     assert shared_bytes(rows, config, size) <= SHARED_SM90
-    assert config.ahead * config.block_k * config.splits <= size + config.block_k * config.splits
+    assert config.parts or config.ahead * config.block_k * config.splits <= size + config.block_k * config.splits
     tiles = tiles_of(out_features, silu, config)
     assert tiles <= gemm.MAX_TILES
     assert config.splits == 1 or tiles * config.splits <= 132
     assert not silu or config.splits == 1
+    is_large = out_features * size * (2 if silu else 1) > 1 << 23
+    assert (config.parts > 0) == (rows > 128 or (rows > 32 and is_large))
+
+
+@compiled
+@pytest.mark.parametrize(("out_features", "size", "silu"), QWEN_SHAPES)
+@pytest.mark.parametrize("rows", [64, 128, 256])
+def test_cuts_run_at_once_and_come_cheapest_first(rows: int, out_features: int, size: int, silu: bool) -> None:
+    found = cuts(rows, out_features, size, silu, count=2)
+    costs = [cost(rows, out_features, size, silu, config) for config in found]
+    assert len(found) >= 3
+    assert costs == sorted(costs)
+    weight = 2 * size * out_features * (2 if silu else 1)
+    for config, its_cost in zip(found, costs):
+        together = -(-tiles_of(out_features, silu, config) * config.splits // 132)
+        assert shared_bytes(rows, config, size) * together <= SHARED_SM90
+        assert 2 <= config.num_stages <= 6
+        assert weight / 4.26e6 <= its_cost < 8 * weight / 4.26e6 + 10
+        assert config.block_n * config.parts * rows <= 192 * 32 * config.num_warps
+
+
+@compiled
+def test_a_large_gate_and_up_projection_is_one_wave_of_programs() -> None:
+    """192 rows of the weight a program, as 24576 / 192 = 128; splits where there are fewer tiles."""
+    config = cuts(128, 12288, 4096, True)[0]
+    assert (config.block_n, config.parts, config.splits) == (64, 3, 1)
+    assert tiles_of(12288, True, config) == 128
+    down = cuts(128, 4096, 12288, False)[0]
+    assert 120 <= tiles_of(4096, False, down) * down.splits <= 132
+    assert down.spread
 
 
 @compiled
 def test_configurations_of_odd_values_travel_as_an_argument() -> None:
     config = GemmConfig(
         block_n=128, block_k=64, num_warps=8, ahead=5, x_ahead=4, num_stages=6, splits=7, prefetch=9, rotate=True,
-        rings=True, fence=False, early_start=False, release="late",
+        rings=True, fence=False, parts=3, tma=True, spread=True, early_start=False, release="late",
     )  # fmt: skip
     assert unpacked(config.packed()) == config
 
@@ -311,19 +423,22 @@ def test_pieces_tiles_and_padding() -> None:
     config = GemmConfig(block_n=64, block_k=128, splits=4)
     assert [pieces_of(size, config) for size in (512, 520, 1024)] == [1, 2, 2]
     assert [tiles_of(n, silu, config) for n, silu in ((64, False), (65, False), (64, True))] == [1, 2, 2]
-    assert [padded_rows(rows) for rows in (1, 16, 17, 64, 65, 128)] == [16, 16, 32, 64, 128, 128]
+    assert tiles_of(200, False, GemmConfig(block_n=64, parts=3)) == 2
+    assert [padded_rows(rows) for rows in (1, 16, 17, 64, 65, 128, 129)] == [16, 16, 32, 64, 128, 128, 256]
 
 
 @compiled
-def test_measured_configurations_come_first_and_say_up_to_how_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert row_limit(64, 512, False) == 0
+def test_measured_configurations_come_first_and_say_at_how_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size may be worth it at 128 rows and not at 64; rows between two measured numbers count as the next one."""
+    assert not worth(16, 64, 512, False)
     config = GemmConfig(block_k=64, num_warps=8)
     table = {(rows, 64, 512, False): config for rows in (16, 32, 128)}
     monkeypatch.setattr(gemm_config, "MEASURED", table)
     assert choose_config(9, 64, 512, False) == config
     assert choose_config(40, 64, 512, False) != config
-    assert row_limit(64, 512, False) == 32
-    assert row_limit(64, 512, True) == 0
+    expected = {1: True, 32: True, 33: False, 64: False, 65: True, 128: True, 129: False, 257: False}
+    assert {rows: worth(rows, 64, 512, False) for rows in expected} == expected
+    assert not worth(16, 64, 512, True)
 
 
 # --- the tuner -------------------------------------------------------------------------------------------------------
@@ -337,12 +452,18 @@ def test_the_tuner_tries_legal_configurations_only(size: tune_gemm.Size, rows: i
         found = tune_gemm.candidates(rows, out_features, in_features, silu)
         assert found[0] == choose_config(rows, out_features, in_features, silu)
         assert len(found) >= 2
+        assert len(set(found)) == len(found)
+        if rows > 32 and out_features * in_features > 1 << 23:
+            assert 6 <= len(found) <= 20
+            assert all(config.parts for config in found)
+        assert all(config.parts for config in found) or rows <= 128
         others = tune_gemm.variations(rows, in_features, found[-1])
         assert len(others) >= 4
         assert found[-1] not in others
         for config in [*found, *others]:
             assert shared_bytes(rows, config, in_features) <= SHARED_SM90
             assert tiles_of(out_features, silu, config) * config.splits >= 32 or config == found[0]
+            assert config.num_stages > 1
             assert eval(tune_gemm.spelled(config)) == config
 
 
@@ -404,6 +525,10 @@ GPU_CONFIGS = {
     "rings, split": GemmConfig(block_k=64, ahead=4, x_ahead=4, splits=4, rotate=True, rings=True),
     "rings, two warp groups": GemmConfig(block_n=128, block_k=64, num_warps=8, ahead=4, x_ahead=2, rings=True),
     "rings, no fence": GemmConfig(block_k=64, ahead=8, x_ahead=6, rings=True, fence=False),
+    "tiles": GemmConfig(block_k=64, parts=3, num_stages=4, prefetch=4),
+    "tiles, maps": GemmConfig(block_k=64, num_warps=8, parts=3, num_stages=4, prefetch=4, tma=True),
+    "tiles, split": GemmConfig(block_n=128, block_k=64, num_warps=8, parts=1, num_stages=3, splits=3, tma=True),
+    "tiles, spread": GemmConfig(block_k=64, parts=2, num_stages=3, splits=4, prefetch=2, tma=True, spread=True),
 }
 
 
@@ -416,6 +541,7 @@ GPU_CASES = [
     (33, 3072, 1024, True, torch.float16),
     (64, 1024, 3072, False, torch.bfloat16),
     (100, 1000, 2312, False, torch.bfloat16),
+    (128, 4096, 4096, False, torch.bfloat16),
 ]
 
 
@@ -439,7 +565,7 @@ def test_gpu_equals_the_composition(
 
 @compiled
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["chosen", "split", "rings", "rings, split"])
+@pytest.mark.parametrize("name", ["chosen", "split", "rings", "rings, split", "tiles, maps", "tiles, spread"])
 def test_a_chain_of_early_starts_is_the_same_bit_for_bit(name: str) -> None:
     """Each kernel reads what its predecessor wrote, thousands of times, in one graph: a missing wait would show."""
     size = tune_gemm.SIZES["0.6B"]
@@ -490,6 +616,13 @@ def test_kernel_compiles_for_sm_90_and_stores_its_weight_before_it_waits(
     assert code.count("ACQBULK") == 1
     assert "HGMMA" in code
     before, behind = code.split("ACQBULK")
+    if "PARTS" in constants:
+        assert (re.search(r"CCTL\S*PF2", before) is not None) == (constants["PREFETCH"] > 0)
+        assert not re.search(r"\b(LDG|STG|LDGSTS|UTMALDG)\.", before)
+        assert ("UTMALDG" in behind) == constants["TMA"]
+        assert bool(re.search(r"LDGSTS\.E\.\S*128", behind)) != constants["TMA"]
+        assert not re.search(r"LDGSTS\.E\.(?!\S*128)", behind)
+        return
     assert "HGMMA" not in before
     copies = constants["AHEAD"] * constants["BLOCK_N"] * constants["BLOCK_K"] / (8 * 32 * options["num_warps"])
     if "WARPS" in constants:
@@ -513,6 +646,7 @@ def compiled_for_sm_90(
     from triton.experimental.gluon._runtime import GluonASTSource
 
     names = kernel.arg_names
+    signature = {name: kind for name, kind in signature.items() if name in names}
     aligned = {
         (names.index(name),): [["tt.divisibility", 16]] for name in signature if name.endswith(("_ptr", "stride"))
     }
