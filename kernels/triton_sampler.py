@@ -1,8 +1,9 @@
 """Triton sampler: the winner of every row in one pass over fp32 logits, and the small kernels around it.
 
-The noise of a token is recomputed in the kernel, bit for bit as reference.noise_bits has it. Its logarithms are skipped
-where they cannot matter: a standard Gumbel value is at most -log(u), and the float's own bits bound that from above, so
-a tile whose best bound lies below the best score so far holds no winner. The result is exact all the same.
+A row's winner is found by bounds. One kernel reads all logits and leaves, for every group of some hundred ids, a key
+that no key of the group exceeds; it takes neither a division nor the noise's logarithms for that. The other kernel
+opens the group of the largest bound, computes its keys exactly, and stops when no bound is above the best key, mostly
+after one group. So the result is the reference's, ties, NaN and infinities included. kernels/NOTES.md has the proof.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from funcllm.kernels.triton_fused import launch_options
 
-_BLOCK = 1024
+_BLOCK = 1024  # ids of a tile
 _PROGRAMS = 1024  # wanted in all, over rows and splits of the vocabulary
+_LANES = 256  # ids that are opened at a time
 _ROWS = {"BLOCK": 128, "num_warps": 4, "enable_fp_fusion": False}  # of the kernels with one number a row
 
 _LOWEST = tl.constexpr(-(1 << 63))
@@ -31,8 +33,14 @@ _SECOND_MULTIPLIER = tl.constexpr(0xCD9E8D57)
 _FIRST_WEYL = tl.constexpr(0x9E3779B9)
 _SECOND_WEYL = tl.constexpr(0xBB67AE85)
 _TINY = tl.constexpr(2.0**-126)
-_LOG_2 = tl.constexpr(0.6931471805599453)
+_MINUS_LOG_2 = tl.constexpr(-0.6931471805599453)
+_LARGEST_BOUND = tl.constexpr(22.180709777918249)  # 32 log 2
 _LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
+_INVERSE_OVERFLOWS = tl.constexpr(2.0**-126)
+_LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
+_INVERSE_MARGIN = tl.constexpr(1.0 - 2.0**-21)
+_BOUND_MARGIN = tl.constexpr(2.0**-19)
+_BOUND_SLACK = tl.constexpr(2.0**-10)
 
 
 def pick(
@@ -47,36 +55,70 @@ def pick(
     pdl: bool = False,
     interpreted: bool = False,
 ) -> Tensor:
-    """The reference's pick; the smallest int64 for a shard without ids. interpreted: do without libdevice."""
+    """The reference's pick; the smallest int64 for a shard without ids. interpreted: do without the GPU's functions."""
     rows = logits_lv.shape[0]
     key_l = torch.empty(rows, dtype=torch.int64, device=logits_lv.device)
     if rows == 0:
         return key_l
-    splits, span = split_vocabulary(rows, num_ids)
-    key_ls = torch.empty((rows, splits), dtype=torch.int64, device=logits_lv.device) if splits > 1 else key_l
-    _pick_kernel[(rows, splits)](
-        logits_lv,
-        temperature_l.contiguous(),
-        keys_l2.contiguous(),
-        temperature_l if threshold_l is None else threshold_l.contiguous(),
+    row_inputs = (temperature_l, keys_l2, threshold_l)
+    bound_lg = group_bounds(logits_lv, *row_inputs, first_id, num_ids, pdl=pdl, interpreted=interpreted)
+    inputs, options = _launch(logits_lv, *row_inputs, num_ids, pdl=pdl, interpreted=interpreted)
+    tiles, splits, _ = split_vocabulary(rows, num_ids)
+    _winner_kernel[(rows,)](
+        *inputs,
         keys_l2 if forbidden_ls is None else forbidden_ls.contiguous(),
-        key_ls,
+        bound_lg,
+        key_l,
         logits_lv.stride(0),
         first_id,
         num_ids,
-        span,
+        tiles,
+        splits,
         NUM_FORBIDDEN=0 if forbidden_ls is None else forbidden_ls.shape[1],
-        HAS_THRESHOLD=threshold_l is not None,
-        LIBDEVICE=not interpreted,
-        BLOCK=_BLOCK,
-        num_warps=4,
-        **launch_options(pdl),
+        LANES=_LANES,
+        GROUPS=_BLOCK,
+        **options,
     )
-    if splits > 1:
-        _largest_kernel[(rows,)](
-            key_ls, key_l, splits, BLOCK=triton.next_power_of_2(splits), num_warps=1, **launch_options(pdl)
-        )
     return key_l
+
+
+def group_bounds(
+    logits_lv: Tensor,
+    temperature_l: Tensor,
+    keys_l2: Tensor,
+    threshold_l: Tensor | None,
+    first_id: int,
+    num_ids: int,
+    *,
+    pdl: bool = False,
+    interpreted: bool = False,
+) -> Tensor:
+    """int64 [l, groups]: for each group of split_vocabulary a key that the keys of its ids do not exceed."""
+    rows = logits_lv.shape[0]
+    tiles, splits, width = split_vocabulary(rows, num_ids)
+    bound_lg = torch.empty((rows, splits * (_BLOCK // width)), dtype=torch.int64, device=logits_lv.device)
+    row_inputs = (temperature_l, keys_l2, threshold_l)
+    inputs, options = _launch(logits_lv, *row_inputs, num_ids, pdl=pdl, interpreted=interpreted)
+    _bounds_kernel[(rows, splits)](*inputs, bound_lg, logits_lv.stride(0), first_id, num_ids, tiles, splits, **options)
+    return bound_lg
+
+
+def _launch(
+    logits_lv: Tensor,
+    temperature_l: Tensor,
+    keys_l2: Tensor,
+    threshold_l: Tensor | None,
+    num_ids: int,
+    *,
+    pdl: bool,
+    interpreted: bool,
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """The tensors and the options that both kernels of a pick take."""
+    limit_l = temperature_l if threshold_l is None else threshold_l
+    inputs = (logits_lv, temperature_l.contiguous(), keys_l2.contiguous(), limit_l.contiguous())
+    options = {"HAS_THRESHOLD": threshold_l is not None, "ON_GPU": not interpreted, "BLOCK": _BLOCK, "num_warps": 4}
+    options |= {"WIDTH": split_vocabulary(logits_lv.shape[0], num_ids)[2], **launch_options(pdl)}
+    return inputs, options
 
 
 def noise_keys(seed_l: Tensor, position_l: Tensor) -> Tensor:
@@ -115,12 +157,17 @@ def noise_bits(keys_l2: Tensor, first_id: int, num_ids: int) -> Tensor:
     return bits_lv
 
 
-def split_vocabulary(rows: int, num_ids: int) -> tuple[int, int]:
-    """(programs a row, ids that each of them reads), from sizes alone."""
+def split_vocabulary(rows: int, num_ids: int) -> tuple[int, int, int]:
+    """(tiles of a row, programs a row, ids side by side in a group), from sizes alone.
+
+    Program i reads the tiles from i * tiles // splits up to (i + 1) * tiles // splits. A tile has BLOCK / width groups,
+    and group g of all tiles of a program is one. The width is a power of 4, so that few variants are compiled, and at
+    least the number of splits, so that a row has no more than BLOCK groups.
+    """
     tiles = max(1, triton.cdiv(num_ids, _BLOCK))
     splits = max(1, min(tiles, triton.cdiv(_PROGRAMS, rows), 256))
-    span = triton.cdiv(tiles, splits) * _BLOCK
-    return max(1, triton.cdiv(num_ids, span)), span
+    width = next(width for width in (4, 16, 64, 256) if width >= splits)
+    return tiles, splits, width
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -182,26 +229,68 @@ def _min_p_kernel(threshold_ptr, largest_ptr, temperature_ptr, min_p_ptr, out_pt
 
 
 @triton.jit
-def _mix32(x):
+def _unfinished_bits(x, folded_key):
+    """reference.noise_bits without its last step, from id * golden + low key, in uint32 arithmetic, which wraps.
+
+    There the first mix ends, around the exclusive or with the high key, with the step that the second begins with. That
+    step undoes itself and is linear, so what is left of the three is one exclusive or with the folded key.
+    """
     x = x ^ (x >> 16)
     x = x * _MIX_FIRST
     x = x ^ (x >> 13)
     x = x * _MIX_SECOND
+    x = x ^ folded_key
+    x = x * _MIX_FIRST
+    x = x ^ (x >> 13)
+    return x * _MIX_SECOND
+
+
+@triton.jit
+def _noise_bits(id_v, low_key, folded_key):
+    """reference.noise_bits."""
+    x = _unfinished_bits(id_v.to(tl.uint32) * _GOLDEN + low_key, folded_key)
     return x ^ (x >> 16)
 
 
 @triton.jit
-def _noise_bits(id_v, low_key, high_key):
-    """reference.noise_bits in uint32 arithmetic, which wraps as the masks there do."""
-    x = _mix32(id_v.to(tl.uint32) * _GOLDEN + low_key)
-    return _mix32(x ^ high_key)
+def _row_keys(keys_ptr, row):
+    """A row's low key, and its high key folded for _unfinished_bits."""
+    low_key = tl.load(keys_ptr + row * 2).to(tl.uint32)
+    high_key = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32)
+    return low_key, high_key ^ (high_key >> 16)
 
 
 @triton.jit
-def _gumbel(u, LIBDEVICE: tl.constexpr):
+def _log2(x, ON_GPU: tl.constexpr):
+    """The hardware's logarithm, one instruction, right to 2^-22 beyond [0.5, 2]; 0 gives -inf."""
+    if ON_GPU:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def _bound(x, word_v, folded_key, inverse, ON_GPU: tl.constexpr):
+    """About x / temperature - log(u), which is above the score up to what _safe adds."""
+    logarithm = _log2(_unfinished_bits(word_v, folded_key).to(tl.float32), ON_GPU)
+    return tl.fma(x, inverse, tl.fma(logarithm, _MINUS_LOG_2, _LARGEST_BOUND))
+
+
+@triton.jit
+def _safe(bound, heat):
+    """The largest _bound of some ids, raised above their scores."""
+    raised = tl.maximum(bound * (1.0 + _BOUND_MARGIN), bound * (1.0 - _BOUND_MARGIN), propagate_nan=tl.PropagateNan.ALL)
+    raised += _BOUND_SLACK
+    if heat < _INVERSE_OVERFLOWS:
+        raised = tl.where(bound > float("-inf"), float("inf"), raised)
+    return raised
+
+
+@triton.jit
+def _gumbel(u, ON_GPU: tl.constexpr):
     """-log(-log1p(-u)); without libdevice log1p(-u) is log(w) * u / (1 - w), w = 1 - u, exact where w rounds."""
     u = tl.minimum(u, _LARGEST_UNIFORM)
-    if LIBDEVICE:
+    if ON_GPU:
         exponential = -libdevice.log1p(-u)
         noise = -libdevice.log(exponential)
     else:
@@ -242,102 +331,163 @@ def without_forbidden(x_v, id_v, forbidden_ptr, NUM: tl.constexpr):
 
 
 @triton.jit
-def _pick_kernel(
+def _part_end(part, tiles, splits, num_ids, BLOCK: tl.constexpr):
+    return tl.minimum((part + 1) * tiles // splits * BLOCK, num_ids)
+
+
+@triton.jit
+def _passing(x, threshold, HAS_THRESHOLD: tl.constexpr):
+    """The logits with -inf below the threshold."""
+    if HAS_THRESHOLD:
+        x = tl.where(x < threshold, float("-inf"), x)
+    return x
+
+
+@triton.jit(do_not_specialize=["first_id", "num_ids", "tiles", "splits"])
+def _bounds_kernel(
     logits_ptr,
     temperature_ptr,
     keys_ptr,
     threshold_ptr,
-    forbidden_ptr,
-    out_ptr,
+    bound_ptr,
     stride,
     first_id,
     num_ids,
-    span,
-    NUM_FORBIDDEN: tl.constexpr,
+    tiles,
+    splits,
     HAS_THRESHOLD: tl.constexpr,
-    LIBDEVICE: tl.constexpr,
+    ON_GPU: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """For every group of a part of a row a key that is at least that of each of its ids.
+
+    The high word bounds the scores and is 2^31 - 1 where one may be NaN; the low word is the first id's. Forbidden ids
+    count here like others, which only raises the bound.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
     part = tl.program_id(1)
-    logits_ptr += row.to(tl.int64) * stride
     heat = tl.load(temperature_ptr + row)
     threshold = tl.load(threshold_ptr + row) if HAS_THRESHOLD else 0.0
-    forbidden_ptr += row * NUM_FORBIDDEN
-    narrowed = any_forbidden(forbidden_ptr, NUM_FORBIDDEN)
-    begin = part * span
-    end = tl.minimum(begin + span, num_ids)
     at_v = tl.arange(0, BLOCK)
-    best = tl.full((), _LOWEST, tl.int64)
+    logit_ptrs = logits_ptr + row.to(tl.int64) * stride + at_v
+    begin = part * tiles // splits * BLOCK
+    end = _part_end(part, tiles, splits, num_ids, BLOCK)
+    whole = begin + (end - begin) // BLOCK * BLOCK
+    bound_v = tl.full((BLOCK,), float("-inf"), tl.float32)
+    following = tl.load(logit_ptrs + begin, mask=at_v < whole - begin)
     if heat > 0:
-        low_key = tl.load(keys_ptr + row * 2).to(tl.uint32)
-        high_key = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32)
-        inverse = 1.0 / heat
-        best_score = float("-inf")
-        for start in range(begin, end, BLOCK):
-            column_v = start + at_v
-            live_v = column_v < end
-            x = tl.load(logits_ptr + column_v, mask=live_v, other=float("-inf"))
-            id_v = first_id + column_v
-            if narrowed:
-                x = without_forbidden(x, id_v, forbidden_ptr, NUM_FORBIDDEN)
-            useless = live_v == 0
-            if HAS_THRESHOLD:
-                useless = useless | (x < threshold)
-            if (best == _LOWEST) | (tl.min(useless.to(tl.int32), axis=0) == 0):
-                u = (_noise_bits(id_v, low_key, high_key).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-                octaves = 127.0 - u.to(tl.int32, bitcast=True).to(tl.float32) * 1.1920928955078125e-07
-                heated = x * inverse
-                heated = tl.maximum(heated * 1.000001, heated * 0.999999)
-                bound = heated + (octaves * _LOG_2 + 1e-4)
-                hopeless = useless | (bound < best_score)
-                if (best == _LOWEST) | (tl.min(hopeless.to(tl.int32), axis=0) == 0):
-                    score = tl.div_rn(x, heat) + _gumbel(u, LIBDEVICE)
-                    if HAS_THRESHOLD:
-                        score = tl.where(x < threshold, float("-inf"), score)
-                    key_v = tl.where(live_v, _keys(score, x, id_v), _LOWEST)
-                    best = tl.maximum(best, tl.max(key_v, axis=0))
-                    number_v = tl.where(score == score, score, float("-inf"))
-                    best_score = tl.maximum(best_score, tl.max(number_v, axis=0))
+        low_key, folded_key = _row_keys(keys_ptr, row)
+        inverse = tl.minimum(tl.div_rn(1.0, heat), _LARGEST_FLOAT) * _INVERSE_MARGIN
+        word_v = (first_id + at_v).to(tl.uint32) * _GOLDEN + low_key
+        offset = begin.to(tl.uint32) * _GOLDEN
+        for start in range(begin, whole, BLOCK):
+            x = _passing(following, threshold, HAS_THRESHOLD)
+            following = tl.load(logit_ptrs + start + BLOCK, mask=at_v < whole - start - BLOCK)
+            score_v = _bound(x, word_v + offset, folded_key, inverse, ON_GPU)
+            bound_v = tl.maximum(bound_v, score_v, propagate_nan=tl.PropagateNan.ALL)
+            offset += (BLOCK * 0x9E3779B9) & 0xFFFFFFFF
+        if whole < end:
+            x = tl.load(logit_ptrs + whole, mask=whole + at_v < end, other=float("-inf"))
+            x = _passing(x, threshold, HAS_THRESHOLD)
+            score_v = _bound(x, word_v + offset, folded_key, inverse, ON_GPU)
+            bound_v = tl.maximum(bound_v, score_v, propagate_nan=tl.PropagateNan.ALL)
+        bound_v = _safe(bound_v, heat)
     else:
-        best_v = tl.full((BLOCK,), _LOWEST, tl.int64)
-        for start in range(begin, end, BLOCK):
-            column_v = start + at_v
-            live_v = column_v < end
-            x = tl.load(logits_ptr + column_v, mask=live_v, other=float("-inf"))
-            if narrowed:
-                x = without_forbidden(x, first_id + column_v, forbidden_ptr, NUM_FORBIDDEN)
-            score = x
-            if HAS_THRESHOLD:
-                score = tl.where(x < threshold, float("-inf"), score)
-            key_v = tl.where(live_v, _keys(score, x, first_id + column_v), _LOWEST)
-            best_v = tl.maximum(best_v, key_v)
-        best = tl.max(best_v, axis=0)
-    tl.store(out_ptr + row * tl.num_programs(1) + part, best)
+        for start in range(begin, whole, BLOCK):
+            x = _passing(following, threshold, HAS_THRESHOLD)
+            following = tl.load(logit_ptrs + start + BLOCK, mask=at_v < whole - start - BLOCK)
+            bound_v = tl.maximum(bound_v, x, propagate_nan=tl.PropagateNan.ALL)
+        if whole < end:
+            x = tl.load(logit_ptrs + whole, mask=whole + at_v < end, other=float("-inf"))
+            x = _passing(x, threshold, HAS_THRESHOLD)
+            bound_v = tl.maximum(bound_v, x, propagate_nan=tl.PropagateNan.ALL)
+        bound_v = tl.where(bound_v == 0.0, 0.0, bound_v)
+    high_v = tl.where(bound_v != bound_v, 0x7FFFFFFF, _ordered(bound_v))
+    NUM: tl.constexpr = BLOCK // WIDTH
+    high_g = tl.max(tl.reshape(high_v, (NUM, WIDTH)), axis=1)
+    group_g = tl.arange(0, NUM)
+    column_g = begin + group_g * WIDTH
+    key_g = (high_g.to(tl.int64) << 32) | (0xFFFFFFFF - (first_id + column_g).to(tl.int64))
+    key_g = tl.where(column_g < end, key_g, _LOWEST)
+    tl.store(bound_ptr + (row * splits + part) * NUM + group_g, key_g)
 
 
-@triton.jit
-def _largest_kernel(keys_ptr, out_ptr, splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["first_id", "num_ids", "tiles", "splits"])
+def _winner_kernel(
+    logits_ptr,
+    temperature_ptr,
+    keys_ptr,
+    threshold_ptr,
+    forbidden_ptr,
+    bound_ptr,
+    out_ptr,
+    stride,
+    first_id,
+    num_ids,
+    tiles,
+    splits,
+    NUM_FORBIDDEN: tl.constexpr,
+    HAS_THRESHOLD: tl.constexpr,
+    ON_GPU: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The largest key of a row: opens the group with the largest bound until no bound is above the best key.
+
+    A bound equal to the best key is that key itself, since both name an id. So equal scores, and rows of nothing but
+    -inf, open no more groups than begin below the winner.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
-    at = tl.arange(0, BLOCK)
-    key_s = tl.load(keys_ptr + row * splits + at, mask=at < splits, other=_LOWEST)
-    tl.store(out_ptr + row, tl.max(key_s, axis=0))
+    logits_ptr += row.to(tl.int64) * stride
+    heat = tl.load(temperature_ptr + row)
+    threshold = tl.load(threshold_ptr + row) if HAS_THRESHOLD else 0.0
+    low_key, folded_key = _row_keys(keys_ptr, row)
+    forbidden_ptr += row * NUM_FORBIDDEN
+    num_groups = splits * (BLOCK // WIDTH)
+    at_g = tl.arange(0, GROUPS)
+    bound_g = tl.load(bound_ptr + row * num_groups + at_g, mask=at_g < num_groups, other=_LOWEST)
+    at_v = tl.arange(0, LANES)
+    best = tl.full((), _LOWEST, tl.int64)
+    top = tl.max(bound_g, axis=0)
+    while top > best:
+        column = (0xFFFFFFFF - (top & 0xFFFFFFFF)).to(tl.int32) - first_id
+        part = ((column // BLOCK + 1) * splits - 1) // tiles
+        end = _part_end(part, tiles, splits, num_ids, BLOCK)
+        for start in range(column, end, LANES // WIDTH * BLOCK):
+            column_v = start + at_v // WIDTH * BLOCK + at_v % WIDTH
+            live_v = column_v < end
+            id_v = first_id + column_v
+            x = tl.load(logits_ptr + column_v, mask=live_v, other=float("-inf"))
+            x = without_forbidden(x, id_v, forbidden_ptr, NUM_FORBIDDEN)
+            score = x
+            if heat > 0:
+                u = (_noise_bits(id_v, low_key, folded_key).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+                score = tl.div_rn(x, heat) + _gumbel(u, ON_GPU)
+            score = tl.where(x < threshold, float("-inf"), score) if HAS_THRESHOLD else score
+            key_v = tl.where(live_v, _keys(score, x, id_v), _LOWEST)
+            best = tl.maximum(best, tl.max(key_v, axis=0))
+        bound_g = tl.where(bound_g == top, _LOWEST, bound_g)
+        top = tl.max(bound_g, axis=0)
+    tl.store(out_ptr + row, best)
 
 
 @triton.jit
 def _bits_kernel(keys_ptr, out_ptr, first_id, num_ids, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    low_key = tl.load(keys_ptr + row * 2).to(tl.uint32)
-    high_key = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32)
+    low_key, folded_key = _row_keys(keys_ptr, row)
     at_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    bits_v = _noise_bits(first_id + at_v, low_key, high_key)
+    bits_v = _noise_bits(first_id + at_v, low_key, folded_key)
     tl.store(out_ptr + row * num_ids + at_v, bits_v.to(tl.int64), mask=at_v < num_ids)
 
 
@@ -346,26 +496,17 @@ def _bits_kernel(keys_ptr, out_ptr, first_id, num_ids, BLOCK: tl.constexpr):
 
 def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """(name, kernel, signature, constants, options) of representative launches, to be compiled for sm_90 in tests."""
-    signature = {"logits_ptr": "*fp32", "temperature_ptr": "*fp32", "keys_ptr": "*i64", "threshold_ptr": "*fp32"}
-    signature |= {"forbidden_ptr": "*i32", "out_ptr": "*i64"} | dict.fromkeys(
-        ("stride", "first_id", "num_ids", "span"), "i32"
-    )
-    picks = [
-        (
-            f"pick-{'threshold' if has_threshold else 'plain'}",
-            _pick_kernel,
-            signature,
-            {
-                "NUM_FORBIDDEN": 8 * has_threshold,
-                "HAS_THRESHOLD": has_threshold,
-                "LIBDEVICE": True,
-                "BLOCK": _BLOCK,
-                "PDL": has_threshold,
-            },
-            {"num_warps": 4},
-        )
-        for has_threshold in (False, True)
-    ]
+    inputs = {"logits_ptr": "*fp32", "temperature_ptr": "*fp32", "keys_ptr": "*i64", "threshold_ptr": "*fp32"}
+    sizes = dict.fromkeys(("stride", "first_id", "num_ids", "tiles", "splits"), "i32")
+    bounds = inputs | {"bound_ptr": "*i64"} | sizes
+    winner = inputs | {"forbidden_ptr": "*i32", "bound_ptr": "*i64", "out_ptr": "*i64"} | sizes
+    picks = []
+    for name, has_threshold, width in (("plain", False, 4), ("threshold", True, 16), ("few-rows", False, 256)):
+        constants = {"HAS_THRESHOLD": has_threshold, "ON_GPU": True, "BLOCK": _BLOCK, "WIDTH": width}
+        constants |= {"PDL": has_threshold}
+        opening = {"NUM_FORBIDDEN": 8 * has_threshold, "LANES": _LANES, "GROUPS": _BLOCK}
+        picks.append((f"bounds-{name}", _bounds_kernel, bounds, constants, {"num_warps": 4}))
+        picks.append((f"winner-{name}", _winner_kernel, winner, constants | opening, {"num_warps": 4}))
     by_row = [
         (name, kernel, {**dict.fromkeys(kernel.arg_names[:-2], "*fp32"), **types, "num_rows": "i32"})
         for name, kernel, types in (
@@ -375,5 +516,4 @@ def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], d
         )
     ]
     rows = [(*variant, {"BLOCK": _ROWS["BLOCK"]}, {"num_warps": 4}) for variant in by_row]
-    signature = {"keys_ptr": "*i64", "out_ptr": "*i64", "splits": "i32"}
-    return [*picks, *rows, ("largest", _largest_kernel, signature, {"BLOCK": 256, "PDL": False}, {"num_warps": 1})]
+    return [*picks, *rows]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -369,10 +370,194 @@ def test_splits_cover_the_vocabulary() -> None:
 
     for rows in (1, 2, 7, 64, 256, 1024, 5000):
         for num_ids in (0, 1, 1023, 1024, 1025, 2048, 75_968, 151_936, 1_000_000):
-            splits, span = split_vocabulary(rows, num_ids)
-            assert splits >= 1
-            assert (splits - 1) * span < max(num_ids, 1) <= splits * span
-            assert splits <= 256
+            tiles, splits, width = split_vocabulary(rows, num_ids)
+            assert 1 <= splits <= min(tiles, 256)
+            assert (tiles - 1) * 1024 < max(num_ids, 1) <= tiles * 1024
+            assert splits <= width <= 256
+            assert splits * (1024 // width) <= 1024
+    assert [split_vocabulary(rows, 151_936)[1:] for rows in (2, 16, 64, 256)] == [
+        (149, 256),
+        (64, 64),
+        (16, 16),
+        (4, 4),
+    ]
+
+
+# --- bounds of groups ------------------------------------------------------------------------------------------------
+
+
+def keys_of_ids(
+    logits: Tensor, temperature: Tensor, keys: Tensor, threshold: Tensor | None, first_id: int, num_ids: int
+) -> Tensor:
+    """The reference's key of every id, int64 [l, num_ids]."""
+    ids = first_id + torch.arange(num_ids)
+    logits = logits[:, :num_ids]
+    heat = torch.where(temperature <= 0, 1.0, temperature)[:, None]
+    noise = reference.gumbel_noise(keys, ids)
+    score = torch.where((temperature <= 0)[:, None], logits, logits / heat + noise)
+    if threshold is not None:
+        score = torch.where(logits < threshold[:, None], -INF, score)
+    high = torch.where(logits.isnan(), 2**31 - 1, reference.ordered_bits(score)).long()
+    return (high << 32) | (2**32 - 1 - ids)
+
+
+def members(rows: int, num_ids: int) -> Tensor:
+    """The group of every column, int64 [num_ids], written from split_vocabulary's contract."""
+    from funcllm.kernels import triton_sampler
+
+    tiles, splits, width = triton_sampler.split_vocabulary(rows, num_ids)
+    columns = torch.arange(num_ids)
+    ends = torch.tensor([(part + 1) * tiles // splits for part in range(splits)])
+    part = torch.searchsorted(ends, columns // 1024, right=True)
+    return part * (1024 // width) + columns % 1024 // width
+
+
+def group_bounds(*inputs: Any) -> Tensor:
+    from funcllm.kernels import triton_sampler
+
+    return triton_sampler.group_bounds(*inputs, interpreted=True)
+
+
+def assert_bounds_hold(
+    logits: Tensor,
+    temperature: Tensor,
+    keys: Tensor,
+    threshold: Tensor | None = None,
+    first_id: int = 0,
+    num_ids: int | None = None,
+) -> Tensor:
+    """That no key exceeds its group's bound, and that the pick is the reference's. How many bounds reach the winner."""
+    num_ids = logits.shape[1] if num_ids is None else num_ids
+    inputs = (logits, temperature, keys, threshold, first_id, num_ids)
+    key_lv, bound_lg = keys_of_ids(*inputs), group_bounds(*inputs)
+    assert (key_lv <= bound_lg[:, members(len(logits), num_ids)]).all()
+    winner = triton_pick(*inputs)
+    assert_same_keys(winner, key_lv.amax(1))
+    return (bound_lg >= winner[:, None]).sum(1)
+
+
+KINDS = {
+    "equal": lambda x: torch.zeros_like(x),
+    "negative zeros": lambda x: torch.where(x > 0, 0.0, -0.0),
+    "close": lambda x: x * 1e-3,
+    "wide": lambda x: x * 1e4,
+    "far below": lambda x: x * 3 - 1e6,
+    "far above": lambda x: x * 3 + 1e6,
+    "denormal": lambda x: x * 1e-41,
+    "largest floats": lambda x: torch.where(x > 0, 3.4e38, -3.4e38) * (1 - x.abs() / 100),
+    "two levels": lambda x: torch.where(x > 9, 5.0, -INF),
+    "infinite": lambda x: torch.where(x.abs() > 8, x * INF, x),
+    "nothing": lambda x: torch.full_like(x, -INF),
+    "NaN": lambda x: torch.where(x > 10, float("nan"), x),
+}
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("filtered", [False, True])
+def test_no_key_exceeds_its_bound(kind: str, filtered: bool) -> None:
+    heats = [0.0, 1e-30, 1e-6, 0.05, 0.6, 1.0, 7.0, 1e6, 1e30]
+    logits = KINDS[kind](pick_inputs(len(heats), 3000)[0])
+    keys = reference.noise_keys(torch.arange(9), torch.arange(9))
+    threshold = logits.nan_to_num(0.0).sort(dim=1).values[:, 2900] if filtered else None
+    assert_bounds_hold(logits, torch.tensor(heats), keys, threshold, first_id=77, num_ids=2990)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("heat", [1e-45, 1e-42, 2.0**-128, 2.0**-127, 2.0**-126, 2.0**127, 3.4e38])
+def test_bounds_hold_at_both_ends_of_the_temperatures(heat: float) -> None:
+    logits = pick_inputs(5, 100)[0] * torch.tensor([1e-44, 1e-40, 1.0, 1e20, 1e38 / 16])[:, None]
+    logits[:, 7] = -INF
+    keys = reference.noise_keys(torch.arange(5), torch.arange(5))
+    assert_bounds_hold(logits, torch.full((5,), heat), keys)
+
+
+@interpreted
+@pytest.mark.parametrize("programs", [1, 12, 300])
+def test_any_split_of_the_vocabulary_gives_the_same_keys(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from funcllm.kernels import triton_sampler
+
+    inputs = (*pick_inputs(4, 9000), None, 5, 8765)
+    expected = triton_pick(*inputs)
+    monkeypatch.setattr(triton_sampler, "_PROGRAMS", programs)
+    splits = triton_sampler.split_vocabulary(4, 8765)[1]
+    assert splits == min(9, -(-programs // 4))
+    assert torch.equal(triton_pick(*inputs), expected)
+    assert_bounds_hold(*inputs)
+
+
+@interpreted
+def test_few_groups_are_opened() -> None:
+    rows, columns = 6, 9000
+    logits, _, keys = pick_inputs(rows, columns)
+    logits[2:4] = 0.0
+    logits[4:] -= 30.0 * (torch.arange(columns) % 3000 > 0)
+    opened = assert_bounds_hold(logits, torch.tensor([0.6, 1.0] * 3), keys)
+    assert opened.max() <= 3
+    assert opened.sum() <= 9
+    assert assert_bounds_hold(logits, torch.zeros(rows), keys).tolist() == [1] * rows
+
+
+@interpreted
+def test_rows_without_a_winner_open_few_groups() -> None:
+    logits = torch.full((4, 5000), -INF)
+    logits[2:, 1111::3] = float("nan")
+    heat = torch.tensor([0.0, 1.0] * 2)
+    opened = assert_bounds_hold(logits, heat, reference.noise_keys(torch.arange(4), torch.arange(4)))
+    assert opened[:2].tolist() == [1, 1]
+    assert opened.max() <= 2
+
+
+def words_of(bits: np.ndarray, folded_key: int) -> np.ndarray:
+    """The word id * golden + low key whose noise bits these are: every step of the mixes undone, uint32."""
+    first, second = (np.uint32(pow(multiplier, -1, 2**32)) for multiplier in (0x85EBCA6B, 0xC2B2AE35))
+    x = bits ^ (bits >> np.uint32(16))
+    for key in (np.uint32(folded_key), np.uint32(0)):
+        x = x * second
+        x = x ^ (x >> np.uint32(13)) ^ (x >> np.uint32(26))
+        x = x * first ^ key
+    return x ^ (x >> np.uint32(16))
+
+
+if INTERPRETED:
+    import triton
+    import triton.language as tl
+
+    from funcllm.kernels.triton_sampler import _bound, _unfinished_bits
+
+    @triton.jit
+    def bounds_of_words(word_ptr: Any, bits_ptr: Any, bound_ptr: Any, folded_key: Any, BLOCK: tl.constexpr) -> None:
+        at_v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        word_v = tl.load(word_ptr + at_v).to(tl.uint32)
+        key = folded_key.to(tl.uint32)
+        x_v = _unfinished_bits(word_v, key)
+        tl.store(bits_ptr + at_v, (x_v ^ (x_v >> 16)).to(tl.int64))
+        tl.store(bound_ptr + at_v, _bound(tl.zeros((BLOCK,), tl.float32), word_v, key, 1.0, False))
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
+def test_bound_exceeds_the_noise_for_all_bits() -> None:
+    """At a step of 8009 and near every power of 2, against fp64: with three quarters of the slack to spare."""
+    from funcllm.kernels import triton_sampler
+
+    powers = 2 ** np.arange(33, dtype=np.int64)[:, None] + np.arange(-40, 41)
+    bits = np.unique(np.concatenate([powers.ravel(), np.arange(0, 2**32, 8009)]).clip(0, 2**32 - 1))
+    bits = np.concatenate([bits, np.zeros(-len(bits) % 16384, np.int64)])
+    folded_key = 0x12345678
+    words = torch.from_numpy(words_of(bits.astype(np.uint32), folded_key).astype(np.int64))
+    found, bound = torch.empty(len(bits), dtype=torch.int64), torch.empty(len(bits))
+    bounds_of_words[(len(bits) // 16384,)](words, found, bound, folded_key, BLOCK=16384)
+    assert np.array_equal(found.numpy(), bits)
+    uniform = ((torch.from_numpy(bits).float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
+    noise = -torch.log(-torch.log1p(-uniform.double()))
+    hardware = 32 * 2.0**-22  # the error of the GPU's logarithm
+    room = bound.double() - hardware - noise
+    assert room.min() > -0.25 * triton_sampler._BOUND_SLACK.value
+    small = (bits > 2**12) & (bits < 2**20)
+    assert room[torch.from_numpy(small)].max() < 1e-3
 
 
 # --- threshold -------------------------------------------------------------------------------------------------------
