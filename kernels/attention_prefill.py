@@ -6,12 +6,17 @@ read once a group. The grid comes from tensor sizes alone; each program finds it
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import importlib.util
 import inspect
 import os
+import sys
+import threading
 import warnings
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +29,8 @@ from funcllm.kernels.attention_decode import LOG2_E, SHARED_SM90, capped, device
 FLASH_HEAD_DIMS = (64, 96, 128)
 _TILE_BYTES = 16384  # of keys in a tile
 _SCRATCH_BYTES = 8192  # shared memory beside queries and tiles
+_TURN_SECONDS = 1e-4  # of Python threads, while one imports flash-attn-4
+_EXIT_SECONDS = 5.0  # that an exit waits for a module that is being imported: a thread cut off in C++ code aborts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,14 +190,63 @@ def zero_padding(out_tnh: Tensor, query_starts_c1: Tensor) -> Tensor:
     return out_tnh
 
 
+def flash_refusal(device: torch.device, head_dim: int, dtype: torch.dtype) -> str:
+    """Why flash-attn-4 cannot do prefill here; empty if it is worth its import, which takes seconds and is not made."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] not in (9, 10):
+        return f"flash-attn-4 is used on sm_90 and sm_100 only, and this GPU is sm_{capability[0]}{capability[1]}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"flash-attn-4 needs bfloat16 or float16, and the model runs in {dtype}"
+    if head_dim not in FLASH_HEAD_DIMS:
+        return f"flash-attn-4 is used for head dims {', '.join(map(str, FLASH_HEAD_DIMS))}, and this one is {head_dim}"
+    if not _is_installed():
+        return "flash-attn-4 is not installed"
+    return ""
+
+
+def import_flash_ahead() -> threading.Thread:
+    """A thread that imports flash-attn-4; join it before the first `flash_prefill`, which meets its error again.
+
+    Python threads take turns, by default of 5 ms, for which a step's every launch would wait: they are short meanwhile.
+    An interpreter that exits ends the import at its next module.
+    """
+    _prepare_flash_import()
+    exiting = threading.Event()
+    thread = threading.Thread(target=_import_flash, args=(exiting,), name="flash-attn-4", daemon=True)
+
+    def stop() -> None:
+        exiting.set()
+        thread.join(_EXIT_SECONDS)
+
+    atexit.register(stop)
+    thread.start()
+    return thread
+
+
+def _import_flash(exiting: threading.Event) -> None:
+    importer = threading.current_thread()
+
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        if exiting.is_set() and threading.current_thread() is importer:
+            raise ImportError("the interpreter exits")
+
+    finder: Any = SimpleNamespace(find_spec=find_spec)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_TURN_SECONDS)
+    sys.meta_path.insert(0, finder)
+    try:
+        with contextlib.suppress(Exception):
+            _flash_forward()
+    finally:
+        sys.meta_path.remove(finder)
+        sys.setswitchinterval(interval)
+
+
 @functools.cache
 def _flash_forward() -> tuple[Any, bool]:
-    """flash-attn-4's forward function, and whether it writes into a given output. Its warning on aux_data is noise."""
-    warnings.filterwarnings("ignore", message="(?s).*aux_data")
-    _keep_flash_kernels()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from flash_attn.cute import interface
+    """flash-attn-4's forward function, and whether it writes into a given output. Imports it at the first call."""
+    _prepare_flash_import()
+    from flash_attn.cute import interface
 
     forward = getattr(interface, "_flash_attn_fwd", None)
     needed = {"cu_seqlens_q", "seqused_k", "page_table", "window_size_left", "learnable_sink", "softcap", "out"}
@@ -199,8 +255,15 @@ def _flash_forward() -> tuple[Any, bool]:
     return interface.flash_attn_varlen_func, False
 
 
-def _keep_flash_kernels() -> None:
-    """Lets flash-attn-4 keep what it compiles, seconds a kernel, on the disk; it reads these settings when imported."""
+@functools.cache
+def _prepare_flash_import() -> None:
+    """Hides the warnings of flash-attn-4's packages, and lets it keep what it compiles, seconds a kernel, on the disk.
+
+    It reads these settings when it is imported. Warnings are hidden by module, not around the import: that would hide
+    and forget those of other threads, too.
+    """
+    warnings.filterwarnings("ignore", message="(?s).*aux_data")
+    warnings.filterwarnings("ignore", module=r"(flash_attn|cutlass|quack|tvm_ffi|torch_c_dlpack_ext)(\.|$)")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.join(base, "funcllm", "flash-attn-4")
     with contextlib.suppress(OSError):  # a home that cannot be written: compiled anew at every start
@@ -209,20 +272,14 @@ def _keep_flash_kernels() -> None:
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
-def flash_refusal(device: torch.device, head_dim: int, dtype: torch.dtype) -> str:
-    """Why flash-attn-4 cannot do prefill here; empty if it can."""
-    capability = torch.cuda.get_device_capability(device)
-    if capability[0] not in (9, 10):
-        return f"flash-attn-4 is used on sm_90 and sm_100 only, and this GPU is sm_{capability[0]}{capability[1]}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"flash-attn-4 needs bfloat16 or float16, and the model runs in {dtype}"
-    if head_dim not in FLASH_HEAD_DIMS:
-        return f"flash-attn-4 is used for head dims {', '.join(map(str, FLASH_HEAD_DIMS))}, and this one is {head_dim}"
+def _is_installed() -> bool:
+    """Whether flash-attn-4's files are there; asking for a submodule by name would import its packages."""
     try:
-        _flash_forward()
-    except Exception as error:  # an install that is not whole fails in many ways
-        return f"flash-attn-4 cannot be imported ({type(error).__name__}: {error})"
-    return ""
+        spec = importlib.util.find_spec("flash_attn")
+    except ValueError:  # a module without a spec
+        return False
+    places = spec.submodule_search_locations if spec is not None else None
+    return any(os.path.exists(os.path.join(place, "cute", "interface.py")) for place in places or ())
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -117,6 +118,7 @@ AHEAD_BLOCKS = frozenset({"ahead_linear", "ahead_mlp"})
 def fast_kernels(device: torch.device, head_dim: int, dtype: torch.dtype, block_size: int) -> Kernels:
     """The fast bundle with the best prefill back end for this device and model, and the reasons in `why`.
 
+    Where that is flash-attn-4, it is found but not imported: `flash_fault` does so, and says whether it can be used.
     Raises ValueError for a block size that the CUDA kernels do not take, RuntimeError where Triton is missing.
     """
     if device.type != "cuda":
@@ -144,7 +146,8 @@ def fast_kernels(device: torch.device, head_dim: int, dtype: torch.dtype, block_
     refusal = flash_refusal(device, head_dim, dtype)
     if refusal:
         return replace(bundle, why=(decode, f"prefill: Triton; {refusal}"))
-    return replace(bundle, attend=fast.attend_flash, prefill=ops.FLASH, why=(decode, "prefill: flash-attn-4"))
+    sizes = f"prefill: flash-attn-4 for steps of {ops.FLASH_TOKENS} prompt tokens and more, Triton below"
+    return replace(bundle, attend=fast.attend_flash, prefill=ops.FLASH, why=(decode, sizes))
 
 
 def with_ahead_blocks(kernels: Kernels, device: torch.device) -> Kernels:
@@ -167,6 +170,20 @@ def without_flash(kernels: Kernels) -> Kernels:
     return replace(kernels, attend=fast.attend, prefill=ops.TRITON)
 
 
+def has_flash(device: torch.device, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether the fast bundle of this device and model is to have flash-attn-4. Imports nothing for it."""
+    from funcllm.kernels.attention_prefill import flash_refusal
+
+    return not flash_refusal(device, head_dim, dtype)
+
+
+def import_flash_ahead() -> threading.Thread:
+    """The thread that imports flash-attn-4, to be joined before `flash_fault`."""
+    from funcllm.kernels import attention_prefill
+
+    return attention_prefill.import_flash_ahead()
+
+
 def flash_fault(kernels: Kernels, device: torch.device, head_dim: int, dtype: torch.dtype, block_size: int) -> str:
     """Why flash-attn-4 cannot be used here after all: what it raised, or how far it is from Triton; '' where it is good
     or not in use. Two chunks of two rows are computed by both, one of them behind a cached prefix.
@@ -176,7 +193,7 @@ def flash_fault(kernels: Kernels, device: torch.device, head_dim: int, dtype: to
     generator = torch.Generator(device).manual_seed(0)
     size = (9, block_size, 1, head_dim)
     k_cache, v_cache = (torch.randn(size, device=device, dtype=dtype, generator=generator) for _ in range(2))
-    q = torch.randn(48, 2, head_dim, device=device, dtype=dtype, generator=generator)
+    q = torch.randn(ops.FLASH_TOKENS, 2, head_dim, device=device, dtype=dtype, generator=generator)
     table = torch.arange(1, 9, dtype=torch.int32, device=device).view(2, 4)
     lens, starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([3 * block_size + 5, 20], [0, 28, 48]))
     chunks = (table, lens, starts, torch.empty(1, dtype=torch.uint8, device=device).expand(32))

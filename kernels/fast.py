@@ -56,7 +56,11 @@ def attend_flash(
     sinks_n: Tensor | tuple[()] = (),
     early: bool = False,
 ) -> Tensor:
-    """As `attend`, chunks by flash-attn-4, which wants the unused slots of a sequence's last block to be finite."""
+    """As `attend`, chunks of FLASH_TOKENS packed tokens and more by flash-attn-4.
+
+    It wants the unused slots of a sequence's last block to be finite. The choice is made inside the op, out of the
+    compiler's sight: a compiled unit is one for all sizes.
+    """
     options = (sinks_n, scale, window, softcap, ops.FLASH, early)
     return _attend(q_tnh, k_cache_pskh, v_cache_pskh, decode, chunks, *options)
 

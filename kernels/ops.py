@@ -18,6 +18,7 @@ from funcllm.kernels import cpu
 
 LIBRARY = Library("funcllm", "FRAGMENT")
 TRITON, FLASH = "triton", "flash-attn-4"  # the prefill back ends
+FLASH_TOKENS = 512  # packed prompt tokens of a step, padding included, from which FLASH is not TRITON
 
 LIBRARY.define("write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots) -> ()")
 LIBRARY.define(
@@ -133,7 +134,7 @@ def _attend_cuda(
         return out
     if chunk_table is None or chunk_lens is None or chunk_starts is None:
         out[batch:].zero_()
-    elif prefill == FLASH:
+    elif prefill == FLASH and q.shape[0] - batch >= FLASH_TOKENS:
         chunks.flash_prefill(
             q[batch:],
             k_cache,

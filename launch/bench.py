@@ -311,6 +311,7 @@ def _run_works(
     device = device_named(options.engine.get("device"))
     limits = measure_limits(device, _dtype_of(options, device), bandwidth=options.bandwidth, flops=options.flops)
     with Engine(**_engine_arguments(options, config, works)) as engine:
+        engine.settle()
         costs = costs_of(config, engine.layers, options.engine.get("tp", 1), engine.options.dtype)
         for work in works:
             results[work.name] = [run_work(engine, work, costs, limits, options.seed)]
@@ -440,7 +441,10 @@ def run_host(steps: int = 200) -> list[Result]:
 
 
 def run_start(options: BenchOptions) -> Result:
-    """Seconds from starting a process to its first token, twice: the second finds caches filled."""
+    """Seconds from starting a process to its first token, twice: the second finds caches filled.
+
+    The details are those of the second; those in seconds add up to its figure.
+    """
     payload = {
         "model": options.model,
         "size": options.size,
@@ -450,26 +454,25 @@ def run_start(options: BenchOptions) -> Result:
     }
     figures: list[float] = []
     details: dict[str, Any] = {}
+    device = options.engine.get("device")
     for _ in range(2):
-        started = time.time()
         child = subprocess.run(
-            [sys.executable, "-m", "funcllm.launch.bench"],
-            input=json.dumps({**payload, "started": started}),
+            [sys.executable, "-m", "funcllm.launch.early", "funcllm.launch.bench:start_main", device or ""],
+            input=json.dumps({**payload, "started": time.time()}),
             capture_output=True,
             text=True,
             check=False,
         )
-        seconds = time.time() - started
         if child.returncode:
             lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
             raise RuntimeError(f"the job start failed in its process: {lines[-1]}")
         details = json.loads(child.stdout.splitlines()[-1])
-        figures.append(seconds - details.pop("after"))
+        figures.append(details.pop("start"))
     return Result(job="start", unit="s", first=figures[0], second=figures[1], details=details)
 
 
 def start_once(payload: dict[str, Any]) -> dict[str, Any]:
-    """The child's part of `start`: its times in seconds, `after` being what follows the first token."""
+    """The child's part of `start`: the figure, its parts in seconds, and what prefill is to run."""
     from funcllm.launch.engine import Engine
 
     imports, imported = time.time() - payload["started"], time.perf_counter()
@@ -487,14 +490,21 @@ def start_once(payload: dict[str, Any]) -> dict[str, Any]:
         max_id = min(MAX_ID, config.vocab_size - 1)
         time_requests(engine, requests(1, (128, 128), (1, 1), 0, max_id), 0.0)
         first_token = time.perf_counter()
-        timings = dict(engine.timings)
+        prefill, timings = engine.describe()["prefill"], dict(engine.timings)
+    engine_seconds = timings.pop("start")
     return {
+        "start": imports + first_token - imported,
         "interpreter and imports": imports,
-        **{name: seconds for name, seconds in timings.items() if name != "start"},
-        "engine": opened - imported,
+        "arguments": opened - imported - engine_seconds,
+        **timings,
         "first step": first_token - opened,
-        "after": time.perf_counter() - first_token,
+        "prefill at the first token": prefill,
     }
+
+
+def start_main(arguments: list[str]) -> None:
+    """The child itself: what it is told comes by stdin, what it tells goes to stdout, each as JSON."""
+    print(json.dumps(start_once(json.load(sys.stdin))))
 
 
 # --- profile ---------------------------------------------------------------------------------------------------------
@@ -707,7 +717,3 @@ def _inline(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return " ".join(map(str, value)) or "none"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-if __name__ == "__main__":
-    print(json.dumps(start_once(json.load(sys.stdin))))

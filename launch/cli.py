@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 import funcllm
+from funcllm.launch import early
 from funcllm.launch import options as opt
 
 if TYPE_CHECKING:
@@ -293,8 +294,9 @@ def engine_arguments(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_engine(values: dict[str, Any]) -> Engine:
-    arguments = engine_arguments(values)
-    from funcllm.launch.engine import Engine
+    with early.importing(values["device"]):
+        arguments = engine_arguments(values)
+        from funcllm.launch.engine import Engine
 
     return Engine(values["model"], progress=sys.stderr.isatty(), exit_on_death=True, **arguments)
 

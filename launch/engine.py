@@ -142,7 +142,9 @@ class Engine:
         self.layers = layers
         self._single = builder(self.config, layers)
         chosen = _dtype(dtype, self.config, on_gpu)
+        configured = time.perf_counter()
         block_size = block_size or _block_size(on_gpu, self.config, chosen)
+        looked = time.perf_counter()
         max_model_len = _max_model_len(max_model_len, self.config)
         max_num_batched_tokens = max_num_batched_tokens or (8192 if on_gpu else 1024)
         _check_positive(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, block_size=block_size)
@@ -176,13 +178,23 @@ class Engine:
             fusion=fusion and not eager,
             progress=progress,
         )
+        starting = time.perf_counter()
         self._ranks: Ranks = start_ranks(tp, build_runtime, self.options, device=device, exit_on_death=exit_on_death)
+        built = time.perf_counter()
         try:
             self._set_up(prefix_caching=prefix_caching, seed=seed, debug=debug)
         except BaseException:
             self.close()
             raise
-        self.timings = {**self._runner.timings, "start": time.perf_counter() - started}
+        ended, timings = time.perf_counter(), self._runner.timings
+        self.timings = {
+            "configuration": configured - started + starting - looked,
+            "look at the device": looked - configured,
+            "ranks": built - starting - sum(timings.values()),
+            **timings,
+            "scheduler": ended - built,
+            "start": ended - started,
+        }
 
     def _set_up(self, *, prefix_caching: bool, seed: int | None, debug: bool) -> None:
         """What rank 0 alone has, once all ranks are built."""
@@ -402,13 +414,17 @@ class Engine:
         return self.weight_version
 
     def describe(self) -> dict[str, Any]:
-        """What runs, for a benchmark's record: kernels, stages, buckets, KV pool, fallbacks, seconds of the start."""
+        """What runs, for a benchmark's record: kernels, stages, buckets, KV pool, fallbacks, seconds of the start.
+
+        timings: the parts of "start", which they add up to. Beside them run, on threads of their own, the CUDA context
+        (on the command line, during the imports) and the import of flash-attn-4, which `settle` waits for.
+        """
         options, kernels = self.options, self._runner.kernels
         return {
             "tp": self._ranks.tp,
             "device": str(self._ranks.device),
             "dtype": str(options.dtype).removeprefix("torch."),
-            "prefill": kernels.prefill,
+            "prefill": self._runner.prefill,
             "decode": kernels.decode,
             "fused": sorted(kernels.fused),
             "compile": options.compile,
@@ -423,6 +439,14 @@ class Engine:
             "notes": self.notes + self._runner.notes,
             "timings": {name: round(seconds, 3) for name, seconds in self.timings.items()},
         }
+
+    def settle(self) -> None:
+        """Waits for what the start has put off: flash-attn-4, which else is waited for by the first step that needs it.
+
+        Its import takes seconds, on a thread that competes with the steps for Python: settle before steps are timed.
+        """
+        self._check_open()
+        self._ranks.call(RunnerMethod("settle"))
 
     # --- end -------------------------------------------------------------------------------------------------------
 
@@ -791,11 +815,10 @@ def _dtype(dtype: str | torch.dtype | None, config: ModelConfig, on_gpu: bool) -
 def _block_size(on_gpu: bool, config: ModelConfig, dtype: torch.dtype) -> int:
     if not on_gpu:
         return 16
-    from funcllm.kernels.bundle import fast_kernels
+    from funcllm.kernels.bundle import has_flash
 
     device = torch.device("cuda", torch.cuda.current_device())
-    is_flash = fast_kernels(device, config.head_dim, dtype, 128).prefill.startswith("flash")
-    return 128 if is_flash and config.head_dim == 128 else 32
+    return 128 if config.head_dim == 128 and has_flash(device, config.head_dim, dtype) else 32
 
 
 def _max_model_len(wanted: int | None, config: ModelConfig) -> int:

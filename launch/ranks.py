@@ -1,6 +1,6 @@
 """One process per rank: rank 0 is the caller's process, the others are its children.
 
-Owns the life of the ranks. `start_ranks` starts `python -m funcllm.launch.ranks` once for every further rank, sends it
+Owns the life of the ranks. `start_ranks` starts `worker_main` in a process for every further rank, sends it
 the factory and its payload, joins all ranks in a process group and builds every rank's runtime. Rank 0 then sends plans
 and calls; a worker executes them in order and decides nothing. When a rank dies or fails, at any time, all ranks end
 within seconds and rank 0 gets an `EngineError` with that rank's traceback. Nothing is left behind when rank 0 ends,
@@ -309,7 +309,7 @@ def _spawn(place: Place) -> Worker:
     # The parent-death signal follows the thread that started the child: elsewhere the channel's end must do.
     parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
     command = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
-    command += ["-W", "ignore::RuntimeWarning:runpy", "-m", "funcllm.launch.ranks"]
+    command += ["-m", "funcllm.launch.early", "funcllm.launch.ranks:worker_main", str(place.device)]
     try:
         process = subprocess.Popen(
             [*command, str(other.fileno()), str(crash.fileno()), str(parent)],
@@ -445,10 +445,3 @@ def _serve_torchrun(place: Place, factory: Factory, payload: Any) -> NoReturn:
     channel = join.reach_rank_0(store, place.rank)
     _report_failure(channel, lambda: _live(channel, store, place, factory, payload))
     raise SystemExit(0)
-
-
-if __name__ == "__main__":
-    # Not this module under the name __main__, but the one that the rest of the package imports.
-    from funcllm.launch.ranks import worker_main as main
-
-    main(sys.argv[1:])

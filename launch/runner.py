@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +26,9 @@ from torch.utils import _pytree as pytree
 from funcllm.compile import Graph, compile_unit, num_compiled
 from funcllm.config import ModelConfig
 from funcllm.group import Group, all_reduce
-from funcllm.kernels.bundle import Kernels, fast_kernels, flash_fault, without_flash
+from funcllm.kernels.bundle import Kernels, fast_kernels, flash_fault, import_flash_ahead, without_flash
 from funcllm.kernels.fast import copy_slots
+from funcllm.kernels.ops import FLASH, FLASH_TOKENS
 from funcllm.launch import memory
 from funcllm.launch.buckets import MIN_ROWS, Buckets
 from funcllm.launch.graphs import StepGraphs, StepKey, decode_key, key_of
@@ -53,6 +56,7 @@ _TINY_BLOCKS = 3
 _WARM_ROWS = (1, 6, 24)  # one of each batch class; all the counts here differ
 _WARM_MIXED = StepKey(decode_bucket=4, chunk_bucket=8, token_bucket=48, span=32)
 _STATE_SHARE = 0.25  # of a device, that the sequences' token ids and block tables may take
+_LONG_LOAD = 8 << 30  # bytes of weights in files that take longer to load than flash-attn-4 to import
 _PLAN_WORDS = 1 << 18  # of the static plan buffer; a larger plan takes a slower way
 
 
@@ -122,7 +126,11 @@ def build_runtime(group: Group, device: torch.device, options: RunOptions) -> Ru
 
 
 class Runner:
-    """See the module. `num_blocks`, `timings` (seconds) and `notes` tell rank 0 what came of the start."""
+    """See the module. `num_blocks`, `timings` (seconds) and `notes` tell rank 0 what came of the start.
+
+    flash-attn-4 takes seconds to import. So the start goes without it, a thread imports it meanwhile, and it is put in
+    force, on all ranks alike, before the first step that asks for it, a fact of the step's shape.
+    """
 
     def __init__(self, group: Group, device: torch.device, options: RunOptions) -> None:
         self.group, self.device, self.options = group, device, options
@@ -130,9 +138,14 @@ class Runner:
         self._notes: list[str] = []
         self.timings: dict[str, float] = {}
         self._steps = 0
+        self._flash: Kernels | None = None  # the kernels with flash-attn-4, until they are put in force or fail
+        self._flash_import: threading.Thread | None = None
+        self._uncompiled: set[str] = set()  # units that are to be compiled, but once only, with flash-attn-4
         self._graphs = StepGraphs(self._captured_step, self._agree, captured_tokens=options.buckets.captured_tokens)
         with serving():
-            with self._timed("device and kernels"):
+            with self._timed("context"):  # of a GPU, where nothing has made it yet
+                torch.zeros(1, device=device)
+            with self._timed("kernels"):
                 self.kernels = self._choose_kernels()
                 self.model = self._build_model(options.layers)
             with self._timed("load"):
@@ -146,7 +159,8 @@ class Runner:
                 self.num_blocks = self._size_cache(peak)
                 self.cache = self._new_cache(self.num_blocks)
             with self._timed("capture"):
-                self._capture_first()
+                self._capture(self._largest_keys())
+        self._import_flash()
 
     # --- what rank 0 asks for --------------------------------------------------------------------------------------
 
@@ -154,9 +168,11 @@ class Runner:
     def execute(self, words: Ints) -> Handle:
         """Launches one packed plan; the handle's `read` waits for its outputs."""
         plan = unpack(words)
+        key = key_of(plan)
+        if _is_for_flash(key):
+            self.settle()
         device_words = self._to_device(words)
         self._edit(plan, device_words)
-        key = key_of(plan)
         outputs = None if self._graphs.replay(key) else self._run(key, device_words)
         if outputs is not None and not self.on_gpu:
             return outputs_now(outputs)
@@ -197,7 +213,7 @@ class Runner:
         try:
             self._put_in_force(model)
         except Exception:
-            self._put_in_force(old)
+            self._put_in_force(old if old.kernels is self.kernels else self._build_model(old.layers))
             raise
 
     def _put_in_force(self, model: Model) -> None:
@@ -205,7 +221,7 @@ class Runner:
         self.model = model
         self._new_ring()
         self._warm_up()
-        self._capture_first()
+        self._capture(self._largest_keys())
 
     def _cache_key(self, model: Model) -> Any:
         """Structure, shapes and dtypes of a model's cache, with unlike numbers of blocks and rows."""
@@ -236,7 +252,31 @@ class Runner:
 
     @property
     def num_compiled(self) -> int:
-        return num_compiled()
+        return num_compiled() if "torch._dynamo" in sys.modules else 0
+
+    @property
+    def prefill(self) -> str:
+        """The prefill back end in force, and the one to come."""
+        if self._flash is not None:
+            return f"{self.kernels.prefill}; {FLASH} from the first step of {FLASH_TOKENS} prompt tokens on"
+        return (
+            f"{FLASH} for {FLASH_TOKENS} prompt tokens and more"
+            if self.kernels.prefill == FLASH
+            else self.kernels.prefill
+        )
+
+    @serving()
+    def settle(self) -> None:
+        """Puts flash-attn-4 in force where it is there and every rank can use it; else notes why not.
+
+        Waits for its import. Called on every rank before the same step, it changes results from that step on only: the
+        shapes that have run do not ask for it.
+        """
+        if self._flash is None:
+            return
+        self._take_flash()
+        if self.kernels.prefill == FLASH:
+            self._capture([key for key in self._largest_keys() if _is_for_flash(key)])
 
     # --- start -----------------------------------------------------------------------------------------------------
 
@@ -249,24 +289,53 @@ class Runner:
         self.timings[name] = time.perf_counter() - start
 
     def _choose_kernels(self) -> Kernels:
+        """The kernels to start with: without flash-attn-4, also where it is there on all ranks."""
         options = self.options
         kernels = fast_kernels(self.device, options.config.head_dim, options.dtype, options.block_size)
+        if not options.fusion:
+            kernels = replace(kernels, fused=frozenset(), decode_inputs=None, advance=None)
+        is_there = kernels.prefill == FLASH
+        if self._agree(is_there):
+            self._flash = kernels
+        return without_flash(kernels) if is_there else kernels
+
+    def _import_flash(self) -> None:
+        if self._flash is not None and self._flash_import is None:
+            self._flash_import = import_flash_ahead()
+
+    def _take_flash(self) -> None:
+        """Builds the model with flash-attn-4, unless it fails on any rank."""
+        kernels, self._flash = self._flash, None
+        assert kernels is not None
+        if self._flash_import is not None:
+            self._flash_import.join()
+        options = self.options
         reason = flash_fault(kernels, self.device, options.config.head_dim, options.dtype, options.block_size)
-        failed = all_reduce(torch.tensor(float(bool(reason)), device=self.device), self.group)
-        if failed.item() > 0:
-            self._notes.append(f"prefill: Triton, since flash-attn-4 failed its check ({reason or 'on another rank'})")
+        if not self._agree(not reason):
+            self._notes.append(f"prefill: Triton, since flash-attn-4 cannot be used ({reason or 'on another rank'})")
             log.warning(self._notes[-1])
-            kernels = without_flash(kernels)
-        if options.fusion:
-            return kernels
-        return replace(kernels, fused=frozenset(), decode_inputs=None, advance=None)
+            return
+        self.kernels = kernels
+        self.model = self._build_model(self.model.layers)
 
     def _build_model(self, layers: Layers) -> Model:
-        transform = compile_unit if self.options.compile else _uncompiled
+        """The model with these functions. While flash-attn-4 is to come, units are left as they are and remembered."""
+        self._uncompiled = set()
+
+        def transform(unit: Callable[..., Any], name: str) -> Callable[..., Any]:
+            if not self.options.compile:
+                return unit
+            if self._flash is None:
+                return compile_unit(unit, name)
+            self._uncompiled.add(name)
+            return unit
+
         return self.options.builder(self.options.config, layers, self.group, self.kernels, transform)
 
     def _load(self) -> Params:
         options, specs = self.options, self.model.specs
+        if isinstance(options.source, Path) and nbytes(specs, self.group, options.dtype) >= _LONG_LOAD:
+            self._import_flash()
         if isinstance(options.source, int):
             return init_params(specs, self.group, seed=options.source, device=self.device, dtype=options.dtype)
         return load_params(
@@ -335,6 +404,15 @@ class Runner:
         )
 
     def _warm_up(self) -> int:
+        """`_warm_steps`, with flash-attn-4 in force where something is to be compiled."""
+        peak = self._warm_steps()
+        if not self._uncompiled:
+            return peak
+        self._take_flash()
+        self.model = self._build_model(self.model.layers)
+        return self._warm_steps()
+
+    def _warm_steps(self) -> int:
         """Compiles and loads what the steps run, on a tiny cache, then runs the largest mixed step, all rows trash; the
         bytes of its activations at their peak.
 
@@ -379,11 +457,14 @@ class Runner:
 
     # --- graphs ----------------------------------------------------------------------------------------------------
 
-    def _capture_first(self) -> None:
-        """Captures the largest shapes, whose memory the later ones share; those come behind their first steps."""
+    def _capture(self, keys: Iterable[StepKey]) -> None:
+        """Captures the largest shapes, whose memory the later ones share; those come behind their first steps.
+
+        A shape that asks for flash-attn-4 is captured when that is in force.
+        """
         if self.on_gpu and self.options.graphs:
-            for key in self._largest_keys():
-                if self._graphs.wants(key):
+            for key in keys:
+                if self._graphs.wants(key) and not (self._flash is not None and _is_for_flash(key)):
                     self._trash_step(key)
                     self._graphs.add(key)
 
@@ -492,8 +573,9 @@ class Runner:
         return outputs
 
 
-def _uncompiled(unit: Callable[..., Any], name: str) -> Callable[..., Any]:
-    return unit
+def _is_for_flash(key: StepKey) -> bool:
+    """Whether the prompts of such a step are done by flash-attn-4, where that is in force."""
+    return key.is_mixed and key.token_bucket - key.decode_bucket >= FLASH_TOKENS
 
 
 def _same_specs(first: Any, second: Any) -> bool:

@@ -214,9 +214,9 @@ def test_top_k_of_one_is_greedy_and_extreme_values_are_legal() -> None:
 
 def test_sampling_defaults_are_the_models(byte_folder: Path) -> None:
     """Its generation_config says temperature 0.6, top_k 20, top_p 0.95."""
-    said = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, seed=3)
+    said = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, seed=4)
     with Engine(byte_folder, kv_blocks=60) as engine:
-        outputs = engine.generate(["The king"] * 3, [SamplingParams(seed=3), said, SamplingParams(seed=3, top_k=0)])
+        outputs = engine.generate(["The king"] * 3, [SamplingParams(seed=4), said, SamplingParams(seed=4, top_k=0)])
         assert outputs[0].token_ids == outputs[1].token_ids != outputs[2].token_ids
 
 
@@ -1325,7 +1325,13 @@ def test_describe_says_what_runs() -> None:
         assert (facts["tp"], facts["device"], facts["dtype"], facts["depth"]) == (1, "cpu", "bfloat16", 2)
         assert (facts["kv_blocks"], facts["block_size"], facts["graphs"]) == (60, 4, 0)
         assert engine.params.norm.weight.dtype == torch.bfloat16
-        assert facts["timings"]["start"] > 0
+        parts = dict(engine.timings)
+        assert parts.pop("start") == pytest.approx(sum(parts.values()), rel=1e-9)
+        assert min(parts.values()) >= 0
+        assert {"configuration", "context", "load", "warm up", "scheduler"} <= set(parts)
+        assert facts["prefill"] == "cpu"
+        engine.settle()  # nothing was put off
+        assert engine.generate(prompt(9), GREEDY)[0].finish_reason == "length"
 
 
 def test_debug_checks_the_blocks_after_every_step() -> None:

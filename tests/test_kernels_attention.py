@@ -9,15 +9,17 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from funcllm.kernels import fast, ops, reference
-from funcllm.kernels.bundle import FAST, REFERENCE, fast_kernels
+from funcllm.kernels.bundle import FAST, REFERENCE, fast_kernels, has_flash
 from tests.attention_cases import Heads, assert_close, chunk_rows, paged
 
 ROOT = Path(__file__).parent.parent
@@ -189,13 +191,15 @@ def test_the_bundle_of_a_cpu_says_what_it_uses():
         ((8, 0), 128, torch.bfloat16, "this GPU is sm_80"),
         ((9, 0), 128, torch.float32, "torch.float32"),
         ((9, 0), 80, torch.bfloat16, "this one is 80"),
-        ((9, 0), 128, torch.bfloat16, "cannot be imported"),
+        ((9, 0), 128, torch.bfloat16, "is not installed"),
     ],
 )
 def test_the_bundle_of_a_gpu_says_why_it_does_without_flash_attention(capability, head_dim, dtype, reason, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setattr("funcllm.kernels.bundle.with_ahead_blocks", lambda kernels, device: kernels)
+    assert not has_flash(torch.device("cuda"), head_dim, dtype)
     kernels = fast_kernels(torch.device("cuda"), head_dim, dtype, 128)
     assert kernels.attend is FAST.attend
     assert kernels.prefill == ops.TRITON
@@ -205,10 +209,108 @@ def test_the_bundle_of_a_gpu_says_why_it_does_without_flash_attention(capability
 def test_the_bundle_of_a_hopper_gpu_takes_flash_attention(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("funcllm.kernels.attention_prefill._flash_forward", lambda: None)
+    monkeypatch.setattr("funcllm.kernels.attention_prefill._is_installed", lambda: True)
+    monkeypatch.setattr("funcllm.kernels.bundle.with_ahead_blocks", lambda kernels, device: kernels)
+    assert has_flash(torch.device("cuda"), 128, torch.bfloat16)
     kernels = fast_kernels(torch.device("cuda"), 128, torch.bfloat16, 128)
     assert kernels.attend is fast.attend_flash
     assert kernels.prefill == ops.FLASH
+    assert "512 prompt tokens and more" in kernels.why[-1]
+
+
+FAKE_FLASH = """
+import sys, time, warnings
+print("imported", file=sys.stderr)
+warnings.warn("flash-attn-4's own noise")
+import flash_attn_part
+def _flash_attn_fwd(cu_seqlens_q, seqused_k, page_table, window_size_left, learnable_sink, softcap, out): ...
+"""
+
+
+def with_fake_flash(
+    folder: Path, code: str, part: str = "", interface: str = FAKE_FLASH
+) -> subprocess.CompletedProcess:
+    """Runs code in a process that finds a flash-attn-4 of ours, whose import prints a line."""
+    (folder / "flash_attn" / "cute").mkdir(parents=True)
+    (folder / "flash_attn" / "cute" / "__init__.py").write_text("")
+    (folder / "flash_attn" / "cute" / "interface.py").write_text(interface)
+    (folder / "flash_attn_part.py").write_text(part)
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(folder), "PYTHONWARNINGS": "default"}
+    begin = "import sys, threading, time; import funcllm.kernels.attention_prefill as a\n"
+    command = [sys.executable, "-c", begin + code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_flash_attention_is_found_without_its_import(tmp_path):
+    pytest.importorskip("triton")
+    code = "print(a._is_installed(), [name for name in sys.modules if name.startswith('flash_attn')])"
+    result = with_fake_flash(tmp_path, code)
+    assert result.stdout.strip() == "True []", result.stderr
+    (tmp_path / "flash_attn" / "cute" / "interface.py").unlink()  # flash-attn-2 has a package of this name, too
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    code = "import funcllm.kernels.attention_prefill as a; print(a._is_installed())"
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
+def test_flash_attention_is_imported_on_a_thread_once_and_quietly(tmp_path):
+    pytest.importorskip("triton")
+    code = """
+import os
+thread = a.import_flash_ahead()
+thread.join()
+forward, writes_out = a._flash_forward()
+print(forward.__name__, writes_out, round(sys.getswitchinterval(), 6), sys.meta_path[0].__class__.__name__)
+print(os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"])
+"""
+    result = with_fake_flash(tmp_path, code)
+    assert result.stdout.split()[:3] == ["_flash_attn_fwd", "True", "0.005"], result.stderr
+    assert "SimpleNamespace" not in result.stdout
+    assert result.stdout.split()[-1] == str(tmp_path / "funcllm" / "flash-attn-4")
+    assert result.stderr == "imported\n"
+
+
+def test_an_import_of_flash_attention_that_fails_is_met_again_by_who_uses_it(tmp_path):
+    pytest.importorskip("triton")
+    code = """
+a.import_flash_ahead().join()
+try:
+    a._flash_forward()
+except RuntimeError as error:
+    print("met", error)
+"""
+    result = with_fake_flash(tmp_path, code, part="raise RuntimeError('half an install')")
+    assert result.stdout.strip() == "met half an install", result.stderr
+
+
+def test_an_exit_ends_the_import_of_flash_attention_at_its_next_module(tmp_path):
+    pytest.importorskip("triton")
+    slow = "import time\nfor i in range(3000):\n    time.sleep(0.01)\n    try:\n        __import__(f'no_such_{i}')\n"
+    slow += "    except ImportError as error:\n        if 'exits' in str(error):\n            raise\n"
+    started = time.monotonic()
+    result = with_fake_flash(tmp_path, "a.import_flash_ahead(); time.sleep(0.3); print('done')", part=slow)
+    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
+    assert result.stderr == "imported\n"
+    assert time.monotonic() - started < 25  # of 30 that the import takes
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_decode", "expected"),
+    [(512, 0, "flash"), (511, 0, "triton"), (514, 3, "triton"), (515, 3, "flash")],
+)
+def test_the_number_of_prompt_tokens_chooses_the_prefill(num_tokens, num_decode, expected, monkeypatch):
+    ran = []
+    chunks = SimpleNamespace(
+        flash_prefill=lambda q, *rest, **options: ran.append(("flash", len(q))),
+        prefill_attention=lambda q, *rest, **options: ran.append(("triton", len(q))),
+    )
+    decode = SimpleNamespace(decode_attention=lambda *arguments, **options: None)
+    monkeypatch.setattr(ops, "_triton", lambda: (None, decode, chunks))
+    q, table, one = torch.zeros(num_tokens, 2, 16), torch.zeros(num_decode, 1), torch.zeros(2)
+    pair = (table, one) if num_decode else (None, None)
+    ops._attend_cuda(q, q, q, *pair, one, one, one, None, None, 1.0, 0, 0.0, ops.FLASH)
+    assert ran == [(expected, num_tokens - num_decode)]
 
 
 def test_a_block_size_that_cuda_cannot_take_is_refused():

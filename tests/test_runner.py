@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 
 from funcllm import logits
 from funcllm.group import SINGLE
+from funcllm.kernels import fast, ops
+from funcllm.kernels.bundle import Kernels, fast_kernels
 from funcllm.launch.buckets import make_buckets
 from funcllm.launch.memory import useful_kv_blocks
 from funcllm.launch.plan import Admission, Plan, pack
@@ -24,6 +26,7 @@ from funcllm.qwen3 import param_specs
 from funcllm.record import Layers
 from funcllm.specs import init_params, named
 from funcllm.types import Component, Context
+from funcllm.weights.load import load_params
 from funcllm.weights.save import save_params
 from tests.tiny import tiny_config
 
@@ -286,6 +289,149 @@ def test_new_functions_that_need_other_parameters_caches_or_extras_are_refused()
             runner.update_layers(layers)
     assert runner.model.layers == Layers()
     assert admit(runner) == greedy(1)[0]
+
+
+# --- flash-attn-4 ----------------------------------------------------------------------------------------------------
+
+LONG = [int(token) for token in np.random.default_rng(3).integers(0, 200, 24)]
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A CPU whose bundle has flash-attn-4 for 20 prompt tokens and more; what became of it is in `events`."""
+    made: dict[str, Any] = {"events": [], "fault": ""}
+
+    def kernels(*facts: Any) -> Kernels:
+        return replace(fast_kernels(*facts), attend=fast.attend_flash, prefill=ops.FLASH)
+
+    class Import:
+        def join(self) -> None:
+            made["events"].append("join")
+
+    def import_ahead() -> Import:
+        made["events"].append("import")
+        return Import()
+
+    def check(*facts: Any) -> str:
+        made["events"].append("check")
+        return made["fault"]
+
+    monkeypatch.setattr("funcllm.launch.runner.fast_kernels", kernels)
+    monkeypatch.setattr("funcllm.launch.runner.import_flash_ahead", import_ahead)
+    monkeypatch.setattr("funcllm.launch.runner.flash_fault", check)
+    monkeypatch.setattr("funcllm.launch.runner.FLASH_TOKENS", 20)
+    return made
+
+
+def admit_long(runner: Runner) -> int:
+    plan = chunk_plan(1, 24, admissions=(admission(1, LONG),), appends=appended(1, [1, 3, 4, 6, 7, 8]))
+    return execute(runner, plan)[0][0]
+
+
+def test_flash_attention_is_put_in_force_before_the_first_step_that_asks_for_it(flash: dict[str, Any]) -> None:
+    runner = make_runner()
+    assert flash["events"] == ["import"]  # though the warm-up ran a step of that size
+    assert runner.kernels.attend is fast.attend
+    assert runner.prefill == "triton; flash-attn-4 from the first step of 20 prompt tokens on"
+    assert admit(runner) == greedy(1)[0]
+    assert execute(runner, decode_plan([3]))[0] == greedy(2)[1:]
+    assert flash["events"] == ["import"]
+    model = runner.model
+    for _ in range(2):
+        assert admit_long(runner) == greedy(1, LONG)[0]
+        assert flash["events"] == ["import", "join", "check"]
+        assert runner.kernels.attend is fast.attend_flash
+        assert runner.prefill == "flash-attn-4 for 20 prompt tokens and more"
+    assert runner.model is not model
+    assert execute(runner, decode_plan([3]))[0] == greedy(3)[2:]
+    runner.settle()
+    assert flash["events"] == ["import", "join", "check"]
+    assert runner.notes == []
+
+
+def test_a_fault_of_flash_attention_leaves_triton_and_a_note(flash: dict[str, Any], caplog: Any) -> None:
+    flash["fault"] = "ImportError: half an install"
+    runner = make_runner()
+    assert runner.notes == []
+    assert admit_long(runner) == greedy(1, LONG)[0]
+    assert runner.kernels.attend is fast.attend
+    assert runner.prefill == "triton"
+    note = "prefill: Triton, since flash-attn-4 cannot be used (ImportError: half an install)"
+    assert runner.notes == [note] == caplog.messages
+    runner.settle()
+    assert flash["events"] == ["import", "join", "check"]
+
+
+@pytest.mark.parametrize(("answers", "events"), [([False], []), ([True, False], ["import", "join", "check"])])
+def test_ranks_have_flash_attention_together(
+    answers: list[bool], events: list[str], flash: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = iter(answers)
+    asked = []
+
+    def agree(runner: Runner, ok: bool) -> bool:
+        asked.append(ok)
+        return next(said)
+
+    monkeypatch.setattr(Runner, "_agree", agree)
+    runner = make_runner()
+    assert admit_long(runner) == greedy(1, LONG)[0]
+    assert flash["events"] == events
+    assert asked == [True] * len(answers)
+    assert runner.prefill == "triton"
+    assert [note.endswith("(on another rank)") for note in runner.notes] == [True] * (len(answers) - 1)
+
+
+def test_what_is_compiled_is_so_once_with_flash_attention(
+    flash: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled(unit: Any, name: str) -> Any:
+        flash["events"].append(name)
+        return unit
+
+    monkeypatch.setattr("funcllm.launch.runner.compile_unit", compiled)
+    runner = make_runner(compile=True, fusion=False)
+    assert flash["events"][0] == "check"
+    assert "layer" in flash["events"][1:]
+    assert runner.kernels.attend is fast.attend_flash
+    assert runner.kernels.fused == frozenset()
+    assert admit_long(runner) == greedy(1, LONG)[0]
+    assert flash["events"].count("check") == 1
+    assert "import" not in flash["events"]
+
+
+def test_functions_that_are_compiled_later_wait_for_flash_attention(
+    flash: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def negated(x_ld: Tensor, params: Any, context: Context, /) -> Tensor:
+        from funcllm.layers import head
+
+        return -head(x_ld, params, context)
+
+    monkeypatch.setattr("funcllm.launch.runner.compile_unit", lambda unit, name: unit)
+    runner = make_runner(compile=True)
+    assert flash["events"] == ["import"]
+    runner.update_layers(Layers(head=negated))
+    assert flash["events"] == ["import", "join", "check"]
+    assert admit(runner) == greedy(1, layers=Layers(head=negated))[0]
+
+
+def test_a_long_load_has_flash_attention_imported_beside_it(
+    tmp_path: Path, flash: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_params(WEIGHTS, param_specs(CONFIG), CONFIG, tmp_path)
+    imported_before = []
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        imported_before.append(list(flash["events"]))
+        return load_params(*arguments, **options)
+
+    monkeypatch.setattr("funcllm.launch.runner.load_params", load)
+    make_runner(source=tmp_path)
+    monkeypatch.setattr("funcllm.launch.runner._LONG_LOAD", 1000)
+    make_runner(source=tmp_path)
+    assert imported_before == [[], ["import", "import"]]
+    assert flash["events"] == ["import", "import"]
 
 
 def test_close_lets_go_of_everything() -> None:
