@@ -15,6 +15,8 @@ so that the bits do not depend on who it is. Each program stores its sums, passe
 the tile's counter by an atomic with acquire and release semantics at the GPU's scope; the one that finds all others
 counted sets the counter back to 0 and reads the partial sums past the L1 cache. Every program counts once, so that no
 counter differs from 0 between launches.
+
+`gemm` launches the kernels of gluon_gemm.py and triton_tiles.py, too, where a configuration asks for them.
 """
 
 from __future__ import annotations

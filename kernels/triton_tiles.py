@@ -8,7 +8,8 @@ in one wave. Three parts of 64 rows make 128 programs of the 24576 rows of a gat
 
 The weight is the left factor, as in triton_gemm.py, whose tiles, epilogue and order of gate and up rows are used here.
 With `tma` pieces come by tensor maps: the weight of gate and up is read as [output / 8, gate or up, 8, column], so that
-one box brings the rows in their order. Else they come by 16-byte asynchronous copies.
+one box brings the rows in their order; tensor cores then take it from registers, since Triton does not fold that shape
+in shared memory. Else pieces come by 16-byte asynchronous copies.
 
 Before the wait a program brings its first pieces of the weight to the L2 cache. With splits the programs of a tile
 leave partial sums and count, as in triton_gemm.py. With `spread` each waits until all are counted and adds up its share

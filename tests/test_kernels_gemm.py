@@ -158,6 +158,32 @@ def test_partial_sums_of_tiles_are_added_in_split_order() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("splits", [2, 3, 4])
+def test_every_program_of_a_tile_adds_up_its_share_of_the_rows(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs run one after the other here: counters begin at a number for which none waits, and the second launch
+    finds the partial sums of the first one."""
+    kept: dict[Any, Tensor] = {}
+
+    def empty(size: int | tuple[int, ...], **kinds: Any) -> Tensor:
+        return kept.setdefault(size, poisoned(size, **kinds)) if isinstance(size, int) else poisoned(size, **kinds)
+
+    x, weight, bias = inputs(40, 24, 96, torch.bfloat16, True)
+    config = GemmConfig(block_n=16, block_k=16, parts=2, splits=splits, num_stages=2, spread=True)
+    plain = triton_gemm.gemm(
+        x, weight, bias_o=bias, silu=True, counters_p=torch.zeros(2, dtype=torch.int32), config=config
+    )
+    monkeypatch.setattr(triton_gemm, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch, "empty", empty)
+    counters = torch.full((2,), 100, dtype=torch.int32)
+    first, second = (
+        triton_gemm.gemm(x, weight, bias_o=bias, silu=True, counters_p=counters, config=config) for _ in range(2)
+    )
+    assert first.isnan().any()
+    assert torch.equal(second, plain)
+    assert counters.tolist() == [100 + 4 * splits] * 2
+
+
+@interpreted
 def test_operands_that_tensor_maps_cannot_describe_come_by_pointers() -> None:
     """Rows of 20 bytes; x behind an odd address; gate rows that are no whole eights."""
     from funcllm.kernels import triton_tiles
