@@ -141,11 +141,9 @@ def variations(rows: int, in_features: int, config: GemmConfig) -> list[GemmConf
             replace(config, release="late"),
             replace(config, tma=not config.tma),
             replace(config, prefetch=0),
-            replace(config, prefetch=2 * config.prefetch),
             replace(config, prefetch=4 * config.prefetch),
             replace(config, spread=not config.spread and config.splits > 1),
             replace(config, num_stages=config.num_stages - 1),
-            replace(config, early_start=False),
         ]
         return [c for c in dict.fromkeys(changed) if c != config and c.num_stages > 1]
     changed = [
