@@ -36,7 +36,7 @@ class Fused:
     fits: Callable[[Context], bool] = lambda context: True
 
 
-SMALL_ELEMENTS = 1 << 23  # of the largest weight of a layer, up to which streaming kernels beat the matmul library
+SMALL_ELEMENTS = 1 << 23  # of the largest weight of a layer, up to which small blocks beat the library at several rows
 
 
 def batch_class(inputs: StepInputs, small_rows: int, ahead_rows: int = 0) -> str:
@@ -55,7 +55,7 @@ def batch_class(inputs: StepInputs, small_rows: int, ahead_rows: int = 0) -> str
 def small_rows(config: ModelConfig, group: Group, kernels: Kernels) -> int:
     """Up to how many decode rows the small blocks are worth it: only one where a layer's weights are large."""
     largest = 2 * config.intermediate_size // group.size * config.hidden_size
-    return kernels.small_rows if largest <= SMALL_ELEMENTS else 0
+    return kernels.small_rows if largest <= SMALL_ELEMENTS else min(kernels.small_rows, 1)
 
 
 def is_small(context: Context) -> bool:

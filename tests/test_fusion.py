@@ -218,7 +218,7 @@ def test_fused_blocks_round_where_the_composition_rounds(dtype: torch.dtype) -> 
 
 def test_small_blocks_are_left_to_models_with_small_weights() -> None:
     assert fusion.small_rows(qwen3_config("0.6b"), SINGLE, EVERY) == 8
-    assert fusion.small_rows(qwen3_config("8b"), SINGLE, EVERY) == 0
+    assert fusion.small_rows(qwen3_config("8b"), SINGLE, EVERY) == 1
     assert fusion.small_rows(qwen3_config("1.7b"), Group(0, 4), EVERY) == 8
 
 
