@@ -28,6 +28,7 @@ def importing(device: str | None = None) -> Iterator[None]:
         return
     index = gpu_index(device)
     if index is not None:
+        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch has it, and read by the driver at its start
         threading.Thread(target=open_context, args=(index,), name="CUDA context", daemon=True).start()
     gc.disable()
     try:
@@ -50,7 +51,6 @@ def open_context(index: int) -> bool:
 
     By the driver alone, in a second or so in which Python goes on.
     """
-    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch has it, and read by the driver at its start
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -275,8 +275,7 @@ class Runner:
         if self._flash is None:
             return
         self._take_flash()
-        if self.kernels.prefill == FLASH:
-            self._capture([key for key in self._largest_keys() if _is_for_flash(key)])
+        self._capture([key for key in self._largest_keys() if _is_for_flash(key)])
 
     # --- start -----------------------------------------------------------------------------------------------------
 
@@ -409,7 +408,7 @@ class Runner:
         if not self._uncompiled:
             return peak
         self._take_flash()
-        self.model = self._build_model(self.model.layers)
+        self.model = self._build_model(self.model.layers)  # compiled now, also where flash-attn-4 failed
         return self._warm_steps()
 
     def _warm_steps(self) -> int:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from funcllm.config import ModelConfig, qwen3_config
+from funcllm.kernels.bundle import fast_kernels
+from funcllm.kernels.ops import FLASH
 from funcllm.launch.engine import Engine, Output
 from funcllm.launch.request import SamplingParams
 from funcllm.layers import swiglu
@@ -214,3 +216,33 @@ def test_captures_stay_with_their_requests_when_rows_come_and_go() -> None:
             assert len(output.token_ids) == params.max_tokens
             ids = torch.tensor([output.prompt_token_ids[-1], *output.token_ids[:-1]])
             assert torch.equal(output.captured["embed"], embedding[ids])
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_flash_attention_comes_with_the_first_long_step_and_changes_no_short_one(tp: int) -> None:
+    if torch.cuda.device_count() < tp:
+        pytest.skip(f"needs {tp} GPUs")
+    bundle = fast_kernels(torch.device("cuda"), CONFIG.head_dim, torch.bfloat16, 128)
+    if bundle.prefill != FLASH:
+        pytest.skip(bundle.why[-1])
+    long = [(7 * i) % 9000 for i in range(1500)]
+    options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 2048, "kv_blocks": 400, "prefix_caching": False}
+
+    def rounds(settled: bool) -> list[list[int]]:
+        with Engine(config=CONFIG, random_weights=True, seed=5, device="cuda", tp=tp, **options) as engine:
+            if settled:
+                engine.settle()
+            prefills, results = [engine.describe()["prefill"]], list[Output]()
+            for batch in (prompts()[:3], [long], [long], prompts()[:3]):
+                results += engine.generate(batch, GREEDY)
+                prefills.append(engine.describe()["prefill"])
+            coming, there = "triton; flash-attn-4", "flash-attn-4 for 512 prompt tokens"
+            expected = [there] * 5 if settled else [coming] * 2 + [there] * 3
+            assert all(text.startswith(start) for text, start in zip(prefills, expected, strict=True)), prefills
+            assert not engine.describe()["notes"]
+        ids = [output.token_ids for output in results]
+        assert ids[:3] == ids[5:]
+        assert ids[3] == ids[4]
+        return ids
+
+    assert rounds(False) == rounds(True)
