@@ -489,6 +489,23 @@ def test_any_split_of_the_vocabulary_gives_the_same_keys(programs: int, monkeypa
 
 
 @interpreted
+@pytest.mark.parametrize("temperature", [0.0, 1e-6])
+def test_lowest_id_of_a_tie_wins_over_a_group_that_begins_earlier(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids 1024 and 2048 are of the first group, 5 and 6 of the second; infinities tie whatever the noise is."""
+    from funcllm.kernels import triton_sampler
+
+    monkeypatch.setattr(triton_sampler, "_PROGRAMS", 2)
+    logits = torch.zeros(2, 3000)
+    logits[0, [2048, 1024, 5, 6]] = logits[1, [1024, 9]] = INF
+    assert triton_sampler.split_vocabulary(2, 3000) == (3, 1, 4)
+    keys = reference.noise_keys(torch.arange(2), torch.arange(2))
+    winner = triton_pick(logits, torch.full((2,), temperature), keys, None, 0, 3000)
+    assert reference.token_of(winner).tolist() == [5, 9]
+
+
+@interpreted
 def test_few_groups_are_opened() -> None:
     rows, columns = 6, 9000
     logits, _, keys = pick_inputs(rows, columns)
