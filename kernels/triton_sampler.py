@@ -64,7 +64,7 @@ def pick(
     bound_lg = group_bounds(logits_lv, *row_inputs, first_id, num_ids, pdl=pdl, interpreted=interpreted)
     inputs, options = _launch(logits_lv, *row_inputs, num_ids, pdl=pdl, interpreted=interpreted)
     tiles, splits, _ = split_vocabulary(rows, num_ids)
-    _winner_kernel[(rows,)](
+    _pick_kernel[(rows,)](
         *inputs,
         keys_l2 if forbidden_ls is None else forbidden_ls.contiguous(),
         bound_lg,
@@ -418,7 +418,7 @@ def _bounds_kernel(
 
 
 @triton.jit(do_not_specialize=["first_id", "num_ids", "tiles", "splits"])
-def _winner_kernel(
+def _pick_kernel(
     logits_ptr,
     temperature_ptr,
     keys_ptr,
@@ -506,7 +506,7 @@ def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], d
         constants |= {"PDL": has_threshold}
         opening = {"NUM_FORBIDDEN": 8 * has_threshold, "LANES": _LANES, "GROUPS": _BLOCK}
         picks.append((f"bounds-{name}", _bounds_kernel, bounds, constants, {"num_warps": 4}))
-        picks.append((f"winner-{name}", _winner_kernel, winner, constants | opening, {"num_warps": 4}))
+        picks.append((f"pick-{name}", _pick_kernel, winner, constants | opening, {"num_warps": 4}))
     by_row = [
         (name, kernel, {**dict.fromkeys(kernel.arg_names[:-2], "*fp32"), **types, "num_rows": "i32"})
         for name, kernel, types in (
