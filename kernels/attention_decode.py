@@ -38,11 +38,12 @@ _MAX_SPLITS = 128
 _PROGRAMS_PER_SM = 2
 _TILE_BYTES = 8192  # of keys in a tile
 _TILES_IN_FLIGHT = 2
-_MIN_KEYS = 1024  # of a split, where there are many rows: shorter ones are not worth their partial results
+_MIN_KEYS = 256  # of a split, where rows are not few: shorter ones are not worth their partial results
 _SCRATCH_BYTES = 12288  # shared memory beside the tiles
 _COMBINE_WARPS = 4
 _VALUES_IN_FLIGHT = 56  # of partial results, a thread; with 64 a variant spills
-_FEW_ROWS = 2
+_AHEAD_ROWS = 2
+_FEW_ROWS = 8
 _RESIDENT = 4  # programs on a multiprocessor
 
 
@@ -82,17 +83,21 @@ class DecodeConfig:
 
 
 def choose_splits(batch: int, num_kv_heads: int, max_len: int, tile: int, num_sms: int) -> int:
-    """Splits of each row, from shapes only: the fewest that fill the GPU, in whole waves where there are few.
+    """Splits of each row, from shapes only. max_len is what a block table can hold.
 
-    max_len is what a block table can hold. Many rows take no splits beyond what evens out ragged lengths.
+    Few rows take the fewest splits that fill the GPU in whole waves. More take so many that their programs are resident
+    at once, and then two, which evens out ragged lengths. Where there are more programs than that, short rows fill the
+    gaps behind long ones, if these come first.
     """
     places = num_sms * _PROGRAMS_PER_SM
     rows = max(batch * num_kv_heads, 1)
     limit = max(1, min(_MAX_SPLITS, -(-max_len // tile)))
-    if rows >= 4 * places:
+    if rows >= 3 * places:
         return 1
-    if rows >= 2 * places:
+    if rows >= places:
         return min(2, limit)
+    if batch > _FEW_ROWS:
+        return max(1, min(limit, num_sms * _RESIDENT // rows))
     best, best_use = 1, 0.0
     for splits in range(1, limit + 1):
         waves = rows * splits / places
@@ -115,27 +120,25 @@ def choose_config(
 ) -> DecodeConfig:
     """The configuration of a decode launch, from shapes and the GPU's size only.
 
-    The ways to start and to combine are those that were fastest in a chain of layers (NOTES.md): keys asked for before
-    the wait where all programs are resident at once, but not where rows are long; splits combined in the same launch
-    except for a row or two, which waits for the counters longer than for a second launch.
+    The ways to start and to combine are those that were fastest in a chain of layers (NOTES.md). A row or two ask for
+    keys before the wait, and combine their splits in a second launch: the counters would cost more. Many rows start
+    early, some rows, which may be long, do not.
     shared: bytes of shared memory that one program may take; two programs are to fit.
     """
     row_bytes = max(16, triton.next_power_of_2(head_dim)) * element_size
     tile = max(16, min(128, _TILE_BYTES // row_bytes))
     in_flight = max(1, min(_TILES_IN_FLIGHT, (shared // _PROGRAMS_PER_SM - _SCRATCH_BYTES) // (2 * tile * row_bytes)))
     splits = choose_splits(batch, num_kv_heads, max_len, tile, num_sms)
-    many_rows = batch * num_kv_heads >= 2 * num_sms * _PROGRAMS_PER_SM
-    is_few = batch <= _FEW_ROWS
-    is_one_wave = splits == 1 and batch * num_kv_heads <= _RESIDENT * num_sms
+    is_ahead = batch <= _AHEAD_ROWS
     return DecodeConfig(
         tile=tile,
         num_warps=2,
         num_stages=2 * in_flight + 1,
         splits=splits,
-        min_tiles=_MIN_KEYS // tile if many_rows else 1,
-        one_launch=splits > 1 and not is_few,
-        early=is_few or is_one_wave or many_rows,
-        prefetch=is_few or is_one_wave,
+        min_tiles=_MIN_KEYS // tile if batch > _FEW_ROWS else 1,
+        one_launch=splits > 1 and not is_ahead,
+        early=is_ahead or batch * num_kv_heads >= num_sms * _PROGRAMS_PER_SM,
+        prefetch=is_ahead,
     )
 
 
