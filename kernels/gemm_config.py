@@ -72,7 +72,23 @@ class GemmConfig:
         return [*map(int, numbers), RELEASES.index(release)]
 
 
-MEASURED: Mapping[tuple[int, int, int, bool], GemmConfig] = {}
+MEASURED: Mapping[tuple[int, int, int, bool], GemmConfig] = {
+    # 0.6B
+    (16, 4096, 1024, False): GemmConfig(x_ahead=8, rotate=True, rings=True),
+    (16, 1024, 2048, False): GemmConfig(x_ahead=4, splits=2),
+    (16, 3072, 1024, True): GemmConfig(x_ahead=8, rings=True, release="late"),
+    (16, 1024, 3072, False): GemmConfig(ahead=12, x_ahead=6, splits=2, rings=True),
+    (32, 4096, 1024, False): GemmConfig(x_ahead=6, rings=True),
+    (32, 1024, 2048, False): GemmConfig(x_ahead=8, splits=2, rings=True),
+    (32, 3072, 1024, True): GemmConfig(x_ahead=5, rings=True, release="late"),
+    (32, 1024, 3072, False): GemmConfig(ahead=11, x_ahead=5, splits=2, rings=True),
+    (64, 4096, 1024, False): GemmConfig(x_ahead=5, rings=True),
+    (64, 3072, 1024, True): GemmConfig(x_ahead=5, rings=True, release="late"),
+    (64, 1024, 3072, False): GemmConfig(ahead=9, x_ahead=4, splits=2, rings=True),
+    # 8B
+    (64, 12288, 4096, True): GemmConfig(block_n=128, block_k=64, num_warps=8, num_stages=4, prefetch=4, parts=1),
+    (128, 12288, 4096, True): GemmConfig(block_k=64, num_stages=5, prefetch=4, parts=3, release="late"),
+}
 """(padded rows, outputs, inputs, silu) -> the configuration that beat the matmul library in a chain of layers on an
 H200; see tune_gemm.py. Sizes that are not here are not used by a model."""
 

@@ -77,6 +77,9 @@ MEASURED: Mapping[tuple[int, int, int, bool], GemvConfig] = {
     (8, 151936, 1024, False): GemvConfig(
         block_n=64, num_warps=4, block_k=128, num_stages=5, tensor_cores=True, early_start=False, release="never"
     ),
+    # 4B
+    (1, 6144, 2560, False): GemvConfig(block_n=2, num_warps=4),
+    (1, 2560, 9728, False): GemvConfig(block_n=1, num_warps=8),
     # 8B
     (1, 6144, 4096, False): GemvConfig(block_n=2, num_warps=4),
     (1, 4096, 4096, False): GemvConfig(block_n=1, num_warps=4, release="late"),
