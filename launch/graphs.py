@@ -18,7 +18,7 @@ from funcllm.launch.plan import PackedPlan
 
 log = logging.getLogger("funcllm")
 
-HOST_BOUND_FLOPS = 2.5e11  # of a layer: with less, a GPU computes it sooner than the host launches it
+HOST_BOUND_FLOPS = 7e11  # of a layer: with less, a GPU computes it sooner than the host launches it, in 1.2 ms
 MAX_MIXED = 128  # graphs of mixed steps that are kept; the one unused for longest goes first
 _MAX_SEEN = 4096  # shapes whose first step is remembered
 
@@ -36,6 +36,11 @@ class StepKey(NamedTuple):
     def is_mixed(self) -> bool:
         return self.chunk_bucket > 0
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Of prompts, with padding."""
+        return self.token_bucket - self.decode_bucket
+
 
 def decode_key(rows: int, *, filtered: bool = False) -> StepKey:
     """The shape of a step of so many decode rows."""
@@ -43,7 +48,7 @@ def decode_key(rows: int, *, filtered: bool = False) -> StepKey:
 
 
 def host_bound_tokens(config: ModelConfig, tp: int) -> int:
-    """Up to how many packed tokens a mixed step is worth capturing: beyond, the GPU is busy longer than the host."""
+    """Up to how many tokens of prompts a step is worth capturing: beyond, the GPU is busy longer than the host."""
     attention = 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
     elements = attention + 3 * config.hidden_size * config.intermediate_size
     return int(HOST_BOUND_FLOPS * tp / (2 * elements))
@@ -62,7 +67,7 @@ class StepGraphs:
     """The graphs of one rank by shape.
 
     capture(key): captures the step; raises where that fails. agree(ok): whether all ranks say ok. captured_tokens: up
-    to how many packed tokens a mixed step is captured. `notes` tell why shapes are not captured any more.
+    to how many tokens of prompts a mixed step is captured. `notes` tell why shapes are not captured any more.
     """
 
     def __init__(
@@ -91,20 +96,13 @@ class StepGraphs:
         return True
 
     def ran(self, key: StepKey, *, alone: bool) -> None:
-        """Captures the shape of the uncaptured step just launched, if it is due. alone: it was one prompt alone.
-
-        A step that several sequences share is worth it up to half the size: the host prepares it while the one before
-        is computed.
-        """
-        if not self.wants(key):
-            return
-        is_shared = 2 * key.token_bucket <= self._mixed_limit and self._has_been_seen(key)
-        if not key.is_mixed or alone or is_shared:
+        """Captures the shape of the uncaptured step just launched, if it is due. alone: it was one prompt alone."""
+        if self.wants(key) and (not key.is_mixed or alone or self._has_been_seen(key)):
             self.add(key)
 
     def wants(self, key: StepKey) -> bool:
         """Whether this shape is one that gets a graph."""
-        return self._is_on and (not key.is_mixed or key.token_bucket <= self._mixed_limit)
+        return self._is_on and (not key.is_mixed or key.chunk_tokens <= self._mixed_limit)
 
     def add(self, key: StepKey) -> None:
         """Captures a shape that has run; where that fails on any rank, every rank goes on without such graphs."""

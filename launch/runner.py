@@ -53,7 +53,7 @@ from funcllm.weights.load import layer_sources, load_params, refill
 log = logging.getLogger("funcllm")
 
 _TINY_BLOCKS = 3
-_WARM_ROWS = (1, 6, 24)  # one of each batch class; all the counts here differ
+_WARM_ROWS = (1, 6, 24, 1 << 16)  # one of each batch class, the last beyond all; all the counts here differ
 _WARM_MIXED = StepKey(decode_bucket=4, chunk_bucket=8, token_bucket=48, span=32)
 _STATE_SHARE = 0.25  # of a device, that the sequences' token ids and block tables may take
 _LONG_LOAD = 8 << 30  # bytes of weights in files that take longer to load than flash-attn-4 to import
@@ -137,7 +137,7 @@ class Runner:
         self.on_gpu = device.type == "cuda"
         self._notes: list[str] = []
         self.timings: dict[str, float] = {}
-        self._steps = 0
+        self._steps = self._executed = 0
         self._flash: Kernels | None = None  # the kernels with flash-attn-4, until they are put in force or fail
         self._flash_import: threading.Thread | None = None
         self._uncompiled: set[str] = set()  # units that are to be compiled, but once only, with flash-attn-4
@@ -160,7 +160,6 @@ class Runner:
                 self.cache = self._new_cache(self.num_blocks)
             with self._timed("capture"):
                 self._capture(self._largest_keys())
-        self._import_flash()
 
     # --- what rank 0 asks for --------------------------------------------------------------------------------------
 
@@ -169,6 +168,9 @@ class Runner:
         """Launches one packed plan; the handle's `read` waits for its outputs."""
         plan = unpack(words)
         key = key_of(plan)
+        self._executed += 1
+        if self._executed == self.options.depth + 2:  # the first step has been read: nobody waits for a first token
+            self._import_flash()
         if _is_for_flash(key):
             self.settle()
         device_words = self._to_device(words)
@@ -369,9 +371,9 @@ class Runner:
     def _new_ring(self) -> None:
         if self.on_gpu:
             buckets = self.options.buckets
-            largest = buckets.decode_bucket(buckets.decode[-1], mixed=True)
+            largest = buckets.decode_bucket(buckets.decode[-1], chunk_tokens=1)
             served = largest + buckets.chunk_bucket(self.options.max_num_seqs)
-            max_rows = max(served, *_WARM_ROWS, _WARM_MIXED.decode_bucket + _WARM_MIXED.chunk_bucket)
+            max_rows = max(served, _WARM_MIXED.decode_bucket + _WARM_MIXED.chunk_bucket)
             self._ring = OutputRing(self.options.depth + 3, max_rows, self.device)
 
     def _new_cache(self, num_blocks: int) -> KVCache:
@@ -433,9 +435,10 @@ class Runner:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        rows = buckets.decode_bucket(min(options.max_num_seqs, options.max_num_batched_tokens), mixed=True)
+        rows = buckets.decode_bucket(min(options.max_num_seqs, options.max_num_batched_tokens), chunk_tokens=1)
         tokens = buckets.largest_tokens(options.max_num_batched_tokens)
-        self._trash_step(StepKey(rows, MIN_ROWS, tokens, buckets.span(tokens - rows, tokens), filtered=True))
+        longest = max(tokens - rows, 1)
+        self._trash_step(StepKey(rows, MIN_ROWS, tokens, buckets.span(longest, longest), filtered=True))
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
@@ -472,9 +475,9 @@ class Runner:
         decode = decode_key(buckets.decode[-1])
         if not buckets.captured_tokens:
             return [decode]
-        rows = buckets.decode_bucket(0, mixed=True)
-        tokens = min(buckets.captured_tokens, buckets.largest_tokens(self.options.max_num_batched_tokens))
-        return [StepKey(rows, MIN_ROWS, tokens, buckets.span(1, tokens)), decode]
+        tokens = buckets.captured_tokens
+        rows = buckets.decode_bucket(0, chunk_tokens=tokens)
+        return [StepKey(rows, MIN_ROWS, rows + tokens, buckets.span(1, tokens)), decode]
 
     def _captured_step(self, key: StepKey, pool: Any = None) -> Graph:
         """The graph of a step of this shape, which has run before; it reads its rows from the static plan buffer.

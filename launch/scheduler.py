@@ -513,8 +513,9 @@ class Scheduler:
     def _make_plan(self, composition: _Composition, filtered: bool) -> Plan:
         lens = composition.chunk_lens
         chunk_bucket = self.buckets.chunk_bucket(len(lens))
-        decode_bucket = self.buckets.decode_bucket(len(composition.decode_rows), mixed=chunk_bucket > 0)
-        token_bucket = self.buckets.token_bucket(decode_bucket, int(lens.sum()))
+        chunk_tokens = int(lens.sum())
+        decode_bucket = self.buckets.decode_bucket(len(composition.decode_rows), chunk_tokens=chunk_tokens)
+        token_bucket = self.buckets.token_bucket(decode_bucket, chunk_tokens)
         return Plan(
             step=self._steps,
             decode_rows=composition.decode_rows,
@@ -523,7 +524,7 @@ class Scheduler:
             decode_bucket=decode_bucket,
             chunk_bucket=chunk_bucket,
             token_bucket=token_bucket,
-            span=self.buckets.span(int(lens.max(initial=0)), token_bucket),
+            span=self.buckets.span(int(lens.max(initial=0)), token_bucket - decode_bucket),
             filtered=filtered,
             appends=composition.appends,
             copies=composition.copies,

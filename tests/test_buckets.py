@@ -37,12 +37,12 @@ def test_every_batch_fits_the_smallest_bucket_that_holds_it(max_num_seqs: int) -
     for rows in range(1, max_num_seqs + 1):
         bucket = buckets.decode_bucket(rows)
         assert bucket == min(size for size in buckets.decode if size >= rows)
-        assert buckets.decode_bucket(rows, mixed=True) == max(bucket, 2)
+        assert buckets.decode_bucket(rows, chunk_tokens=9) == max(bucket, 2)
 
 
 def test_a_mixed_step_has_two_decode_rows_at_least() -> None:
     buckets = make_buckets(8)
-    assert [buckets.decode_bucket(rows, mixed=True) for rows in (0, 1, 2, 3)] == [2, 2, 2, 4]
+    assert [buckets.decode_bucket(rows, chunk_tokens=9) for rows in (0, 1, 2, 3)] == [2, 2, 2, 4]
     assert buckets.decode_bucket(1) == 1
 
 
@@ -80,12 +80,16 @@ def test_token_buckets(decode_bucket: int, chunk_tokens: int, tokens: int) -> No
 
 @pytest.mark.parametrize("budget", [1, 5, 8, 16, 100, 2048, 8192])
 @pytest.mark.parametrize("max_num_seqs", [1, 5, 64, 100])
-def test_no_step_within_the_budget_is_larger_than_the_largest(budget: int, max_num_seqs: int) -> None:
-    buckets = make_buckets(max_num_seqs)
+@pytest.mark.parametrize("captured_tokens", [0, 16, 1000, 8192])
+def test_no_step_within_the_budget_is_larger_than_the_largest(
+    budget: int, max_num_seqs: int, captured_tokens: int
+) -> None:
+    buckets = make_buckets(max_num_seqs, captured_tokens=min(captured_tokens, budget))
     sizes = [buckets.decode[-1]]
     for rows in range(min(max_num_seqs, budget - 1) + 1):
         for chunk_tokens in {1, budget - rows}:
-            sizes.append(buckets.token_bucket(buckets.decode_bucket(rows, mixed=True), chunk_tokens))
+            bucket = buckets.decode_bucket(rows, chunk_tokens=chunk_tokens)
+            sizes.append(buckets.token_bucket(bucket, chunk_tokens))
     assert max(sizes) == buckets.largest_tokens(budget)
 
 
@@ -99,30 +103,50 @@ def test_buckets_are_a_static_fact() -> None:
 
 
 def test_mixed_steps_that_may_be_captured_have_few_sizes() -> None:
-    buckets = make_buckets(200, captured_tokens=2000)
+    buckets = make_buckets(300, captured_tokens=2000)
     assert buckets.captured_tokens == 2048
-    tokens = sorted({buckets.token_bucket(2, chunk) for chunk in range(1, 2047)})
+    tokens = sorted({buckets.token_bucket(3, chunk) - 3 for chunk in range(1, 2049)})
     assert tokens[:10] == [16, 32, 48, 64, 80, 96, 112, 128, 144, 160]
     assert tokens[-10:] == [960, 1024, 1152, 1280, 1408, 1536, 1664, 1792, 1920, 2048]
-    rows = sorted({buckets.decode_bucket(num_decode, mixed=True) for num_decode in range(201)})
-    assert rows == [2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 200]
+    assert sorted({buckets.chunk_bucket(chunks) for chunks in range(301)}) == [0, 2, 8, 32, 128, 512]
     assert buckets.span(3, 2048) == buckets.span(2000, 2048) == 2048
     assert [buckets.span(0, 16), buckets.span(3, 48), buckets.span(3, 2112)] == [0, 64, 16]
+
+
+def test_decode_rows_beside_many_prompt_tokens_have_fewer_sizes_still() -> None:
+    buckets = make_buckets(300, captured_tokens=8192)
+
+    def rows(chunk_tokens: int) -> list[int]:
+        return sorted({buckets.decode_bucket(n, chunk_tokens=chunk_tokens) for n in range(301)})
+
+    assert rows(8192) == [2, 64, 256, 300]
+    assert rows(100) == [2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 300]
+    assert buckets.decode_bucket(65, chunk_tokens=8192) == 256
+    assert buckets.decode_bucket(65, chunk_tokens=2048) == 96
+
+
+def test_a_full_chunk_that_may_be_captured_is_not_padded() -> None:
+    buckets = make_buckets(64, captured_tokens=8192)
+    assert [buckets.token_bucket(2, tokens) for tokens in (512, 4096, 8192)] == [514, 4098, 8194]
+    assert buckets.token_bucket(64, 8183) == 8256
 
 
 @pytest.mark.parametrize("captured_tokens", [0, 16, 700, 4096])
 def test_a_mixed_step_fits_its_sizes(captured_tokens: int) -> None:
     buckets, usual = make_buckets(300, captured_tokens=captured_tokens), make_buckets(300)
     for num_decode in range(0, 301, 7):
-        rows = buckets.decode_bucket(num_decode, mixed=True)
-        assert num_decode <= rows <= max(2 * num_decode, 2)
         assert buckets.decode_bucket(num_decode) == usual.decode_bucket(num_decode)
         for chunk_tokens in (1, 17, 130, 1000, 4000, 9000):
+            rows = buckets.decode_bucket(num_decode, chunk_tokens=chunk_tokens)
+            padding = (num_decode + chunk_tokens) // 16
+            assert num_decode <= rows <= max(2 * num_decode, num_decode + padding, 2)
             tokens = buckets.token_bucket(rows, chunk_tokens)
             assert tokens >= rows + chunk_tokens
-            assert tokens % 16 == 0
-            assert buckets.span(chunk_tokens, tokens) >= chunk_tokens
-            if tokens > captured_tokens:
+            assert buckets.span(chunk_tokens, tokens - rows) >= chunk_tokens
+            if chunk_tokens > buckets.captured_tokens:
+                assert rows == usual.decode_bucket(num_decode, chunk_tokens=chunk_tokens)
                 assert tokens == usual.token_bucket(rows, chunk_tokens)
+                assert tokens % 16 == 0
             else:
-                assert tokens <= max(1.125 * (rows + chunk_tokens), rows + chunk_tokens + 15)
+                assert (tokens - rows) % 16 == 0
+                assert tokens - rows <= max(1.125 * chunk_tokens, chunk_tokens + 15)
