@@ -315,6 +315,7 @@ def _run_works(
         costs = costs_of(config, engine.layers, options.engine.get("tp", 1), engine.options.dtype)
         for work in works:
             results[work.name] = [run_work(engine, work, costs, limits, options.seed)]
+            print(result_table(results[work.name]).splitlines()[-1], file=sys.stderr, flush=True)
         if options.profile:
             _profile(engine, works, costs, limits, Path(options.profile))
         described = engine.describe()
