@@ -623,9 +623,10 @@ def compile_variants(
     signature |= {"counters_ptr": "*i32", "counter_stride": "i32"}
     signature |= dict.fromkeys(("q_stride", "out_stride", "table_stride", "splits", "min_tiles"), "i32")
     variants = []
+    plain_start = {"one_launch": False, "early": False, "prefetch": False}
     for head_dim in (64, 80, 96, 128, 256):
         for block_size, batch in ((128, 256), (16, 1)):
-            config = choose_config(batch, 8, head_dim, 40960, 2, 132, shared)
+            config = replace(choose_config(batch, 8, head_dim, 40960, 2, 132, shared), **plain_start)
             options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
             plain = decode_constants(32, 8, head_dim, block_size, 0, 0.0, None, config)
             variants.append((f"decode-{head_dim}-{block_size}", _decode_kernel, signature, plain, options))
@@ -639,7 +640,6 @@ def compile_variants(
         ("joined-prefetch-8b", 32, 64, {"one_launch": True, "early": True, "prefetch": True}),
         ("prefetch-0.6b", 16, 1, {"early": True, "prefetch": True}),
     ):
-        plain_start = {"one_launch": False, "early": False, "prefetch": False}
         config = replace(choose_config(batch, 8, 128, 40960, 2, 132, shared), **plain_start | choice)
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         for block_size in (128, 16):
