@@ -128,8 +128,8 @@ def build_runtime(group: Group, device: torch.device, options: RunOptions) -> Ru
 class Runner:
     """See the module. `num_blocks`, `timings` (seconds) and `notes` tell rank 0 what came of the start.
 
-    flash-attn-4 takes seconds to import. So the start goes without it, a thread imports it meanwhile, and it is put in
-    force, on all ranks alike, before the first step that asks for it, a fact of the step's shape.
+    flash-attn-4 takes seconds to import. So the start and the first step go without it, and a thread imports it behind
+    them. It is put in force, on all ranks alike, before the first step that asks for it, a fact of the step's shape.
     """
 
     def __init__(self, group: Group, device: torch.device, options: RunOptions) -> None:
