@@ -39,9 +39,8 @@ class GemmConfig:
     that Triton pipelines by itself go without.
 
     parts: the kernel of triton_tiles.py, where a program takes so many times block_n rows of the weight, each with sums
-    of its own, and has num_stages pieces of weight and x in flight behind the wait; nothing is ahead. 0: another
-    kernel. tma: whether these pieces come by tensor maps, where the operands' addresses allow it. spread: whether the
-    programs of a tile add up a share each, where all programs have a multiprocessor; else the last to arrive adds up.
+    of its own, and has num_stages pieces of weight and x in flight behind the wait; nothing is ahead, and splits is 1.
+    0: another kernel.
 
     early_start: whether the kernel starts before its predecessor has ended, where the caller allows it. release: when
     its own successor may start: "early" (every program has asked for its first weights), "late" (every program has
@@ -61,8 +60,6 @@ class GemmConfig:
     rings: bool = False
     fence: bool = True
     parts: int = 0
-    tma: bool = False
-    spread: bool = False
     early_start: bool = True
     release: Release = "early"
 
@@ -95,7 +92,7 @@ H200; see tune_gemm.py. Sizes that are not here are not used by a model."""
 
 def unpacked(config: list[int]) -> GemmConfig:
     """The configuration that `packed` gave."""
-    *numbers, rotate, rings, fence, parts, tma, spread, early_start, release = config
+    *numbers, rotate, rings, fence, parts, early_start, release = config
     block_n, block_k, num_warps, ahead, x_ahead, num_stages, splits, prefetch = numbers
     return GemmConfig(
         block_n=block_n,
@@ -110,8 +107,6 @@ def unpacked(config: list[int]) -> GemmConfig:
         rings=bool(rings),
         fence=bool(fence),
         parts=parts,
-        tma=bool(tma),
-        spread=bool(spread),
         early_start=bool(early_start),
         release=RELEASES[release],  # type: ignore[arg-type]
     )
@@ -167,18 +162,15 @@ def cost(rows: int, out_features: int, in_features: int, silu: bool, config: Gem
     """About how many microseconds a launch with `parts` takes on an H200, to compare configurations with each other.
 
     The largest of four limits: the weight from memory; what programs read through the L2 cache; the same and the
-    arithmetic of the busiest multiprocessor. Behind it partial sums are written, counted and read.
+    arithmetic of the busiest multiprocessor.
     """
     tile, padded = rows_of_weight(config), padded_rows(rows)
-    columns = pieces_of(in_features, config) * config.block_k
-    programs = tiles_of(out_features, silu, config) * config.splits
-    moved, sums = 2 * columns * (tile + padded), 4 * tile * padded
+    programs = tiles_of(out_features, silu, config)
+    moved = 2 * in_features * (tile + padded)
     most = -(-programs // MULTIPROCESSORS)
     memory = 2 * in_features * out_features * (2 if silu else 1) / _MEMORY_BYTES
-    work = max(most * moved / _SM_BYTES, most * 2 * columns * tile * padded / _SM_FLOPS)
-    reads = 1 if config.spread and programs <= MULTIPROCESSORS else config.splits
-    tail = 1.5 + (1 + reads) * sums / _SM_BYTES if config.splits > 1 else 0.0
-    return max(memory, programs * moved / _L2_BYTES, work) + tail
+    work = max(most * moved / _SM_BYTES, most * 2 * in_features * tile * padded / _SM_FLOPS)
+    return max(memory, programs * moved / _L2_BYTES, work)
 
 
 MULTIPROCESSORS = 132
@@ -186,32 +178,26 @@ _MEMORY_BYTES, _L2_BYTES, _SM_BYTES = 4.26e6, 6.5e6, 8e4  # a microsecond
 _SM_FLOPS = 5e6  # a microsecond
 
 
-def cuts(
-    rows: int, out_features: int, in_features: int, silu: bool, element_size: int = 2, count: int = 1
-) -> list[GemmConfig]:
-    """Ways with `parts` to cut a product, the one of the least cost first; of each tile the best `count`.
+def cuts(rows: int, out_features: int, in_features: int, silu: bool, element_size: int = 2) -> list[GemmConfig]:
+    """Ways with `parts` to cut a product, the one of the least cost first.
 
     All programs of a multiprocessor fit into its shared memory together, so that none waits for another one to end.
     """
-    padded, found = padded_rows(rows), []
-    sizes = (padded, out_features, in_features, silu)
-    for block_n, parts, num_warps in _TILES:
-        if block_n * parts * padded > _SUMS * 32 * num_warps:
-            continue
-        tile = GemmConfig(block_n=block_n, block_k=_TILE_K, num_warps=num_warps, parts=parts, prefetch=4, tma=True)
-        most_splits = max(1, min(12, in_features // _SPLIT_COLUMNS))
-        ways = [replace(tile, splits=splits, spread=splits > 1) for splits in range(1, most_splits + 1)]
-        deep = [_deepest(*sizes, way, element_size) for way in ways]
-        found += sorted((way for way in deep if way.num_stages > 1), key=lambda way: cost(*sizes, way))[:count]
-    return sorted(found, key=lambda way: cost(*sizes, way))
+    sizes = (padded_rows(rows), out_features, in_features, silu)
+    tiles = [
+        GemmConfig(block_n=block_n, block_k=_TILE_K, num_warps=num_warps, parts=parts, prefetch=4)
+        for block_n, parts, num_warps in _TILES
+        if block_n * parts * padded_rows(rows) <= _SUMS * 32 * num_warps
+    ]
+    deep = [_deepest(*sizes, tile, element_size) for tile in tiles]
+    return sorted((way for way in deep if way.num_stages > 1), key=lambda way: cost(*sizes, way))
 
 
 def _deepest(
     padded: int, out_features: int, in_features: int, silu: bool, config: GemmConfig, element_size: int
 ) -> GemmConfig:
     """The configuration with as many stages as fit, up to 6, where all programs run at once."""
-    programs = tiles_of(out_features, silu, config) * config.splits
-    together = -(-programs // MULTIPROCESSORS)
+    together = -(-tiles_of(out_features, silu, config) // MULTIPROCESSORS)
     one = shared_bytes(padded, replace(config, num_stages=1), in_features, element_size)
     return replace(config, num_stages=min(6, (SHARED_SM90 // together - 2 * _SCRATCH_BYTES) // one))
 

@@ -36,7 +36,6 @@ from funcllm.kernels.gemm_config import (
     RELEASES,
     GemmConfig,
     choose_config,
-    cuts,
     padded_rows,
     pieces_of,
     rows_of_weight,
@@ -58,7 +57,8 @@ def gemm(
     """x @ weight.T + bias, or silu(first half) * second half of it: [t, o].
 
     counters_p: int32 zeros, one for each tile of outputs, which a launch leaves at 0 again; launches that may run at
-    the same time need counters of their own. Without them columns are not split. The weight is contiguous.
+    the same time need counters of their own. Without them columns are not split. The weight is contiguous. A
+    configuration with `parts` splits no columns.
     """
     rows, size = x_td.shape
     if rows > MAX_ROWS:
@@ -71,6 +71,10 @@ def gemm(
     if y_to.numel() == 0:
         return y_to
     config = config or choose_config(rows, out_features, size, silu, x_td.element_size())
+    if config.parts and config.splits > 1:
+        raise ValueError(
+            f"splits={config.splits} with parts={config.parts}: tiles of parts take all columns; use splits=1"
+        )
     config = config if counters_p is not None else replace(config, splits=1)
     tiles, padded = tiles_of(out_features, silu, config), padded_rows(rows)
     partials = y_to
@@ -84,13 +88,6 @@ def gemm(
         config = replace(config, rings=False, x_ahead=min(config.x_ahead, 3))
     if config.rings and (x_td.stride(0) % 16 or x_td.data_ptr() % 16):
         x_td = x_td.contiguous()
-    config = replace(config, spread=config.spread and tiles * config.splits <= _multiprocessors(x_td.device))
-    maps: tuple[Any, ...] = ()
-    if config.parts:
-        from funcllm.kernels import triton_tiles
-
-        config = replace(config, tma=config.tma and triton_tiles.maps_fit(x_td, weight_od, silu))
-        maps = triton_tiles.tensor_maps(x_td, weight_od, silu, config)
     constants = gemm_constants(rows, out_features, size, bias=bias_o is not None, silu=silu, pdl=pdl, config=config)
     if "ON_GPU" in constants and (not x_td.is_cuda or x_td.element_size() != 2):
         constants["ON_GPU"] = False
@@ -99,12 +96,10 @@ def gemm(
         weight_od,
         weight_od if bias_o is None else bias_o,
         y_to,
-        partials,
-        partials if counters_p is None else counters_p,
+        *(() if config.parts else (partials, partials if counters_p is None else counters_p)),
         x_td.stride(0),
         rows,
-        constants["PIECES"],
-        *maps,
+        pieces_of(size, config),
         **constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -134,17 +129,16 @@ def gemm_constants(
         "BLOCK_M": padded_rows(rows),
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
-        "PIECES": pieces,
-        "SPLITS": config.splits,
         "PDL": pdl and config.early_start,
         "RELEASE": RELEASES.index(config.release) if pdl else 0,
     }
     if config.parts:
         prefetch = triton.next_power_of_2(min(config.prefetch, pieces)) if pdl and config.prefetch else 0
-        flags = {"TMA": config.tma, "SPREAD": config.spread, "PREFETCH": prefetch}
-        return constants | flags | {"PARTS": config.parts, "STAGES": config.num_stages}
+        return constants | {"PREFETCH": prefetch, "PARTS": config.parts, "STAGES": config.num_stages}
     ahead = min(config.ahead, pieces)
     constants |= {
+        "PIECES": pieces,
+        "SPLITS": config.splits,
         "AHEAD": ahead,
         "X_AHEAD": min(config.x_ahead, ahead),
         "ROTATE": config.rotate and pieces > 1,
@@ -153,11 +147,6 @@ def gemm_constants(
         return constants | {"FENCE": config.fence, "WARPS": config.num_warps}
     prefetch = min(config.prefetch, pieces - ahead) if pdl else 0
     return constants | {"STAGES": config.num_stages, "PREFETCH": prefetch, "ON_GPU": True}
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 @functools.cache
@@ -230,10 +219,10 @@ def piece(row_r1, k, K: tl.constexpr, EVEN: tl.constexpr, WEIGHT: tl.constexpr):
 
 @triton.jit
 def finish(
-    sums_nm, bias_ptr, y_ptr, tile, first_m, rows,
+    sums_nm, bias_ptr, y_ptr, tile, rows,
     N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of outputs for the BLOCK_M rows from first_m on, from their sums."""
+    """Writes a tile of outputs from their sums."""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     outputs: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
     if BIAS:
@@ -244,7 +233,7 @@ def finish(
         gate, up = tl.split(planes)
         y_nm = tl.reshape(silu_product(gate.to(tl.float32), up.to(tl.float32), dtype), (outputs, BLOCK_M))
     n_1n = (tile * outputs + tl.arange(0, outputs))[None, :]
-    m_m1 = first_m + tl.arange(0, BLOCK_M)[:, None]
+    m_m1 = tl.arange(0, BLOCK_M)[:, None]
     tl.store(y_ptr + m_m1 * N + n_1n, tl.trans(y_nm), mask=(m_m1 < rows) & (n_1n < N))
 
 
@@ -321,7 +310,7 @@ def _gemm_kernel(
         gdc_launch_dependents()
 
     if SPLITS == 1:
-        finish(sums_nm, bias_ptr, y_ptr, tile, 0, rows, N, BLOCK_M, BLOCK_N, BIAS, SILU)
+        finish(sums_nm, bias_ptr, y_ptr, tile, rows, N, BLOCK_M, BLOCK_N, BIAS, SILU)
     else:
         inside_nm = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         tl.store(partials_ptr + tl.program_id(0) * (BLOCK_N * BLOCK_M) + inside_nm, sums_nm)
@@ -332,7 +321,7 @@ def _gemm_kernel(
             total_nm = tl.load(at_nm, cache_modifier=".cg")
             for other in tl.static_range(1, SPLITS):
                 total_nm += tl.load(at_nm + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
-            finish(total_nm, bias_ptr, y_ptr, tile, 0, rows, N, BLOCK_M, BLOCK_N, BIAS, SILU)
+            finish(total_nm, bias_ptr, y_ptr, tile, rows, N, BLOCK_M, BLOCK_N, BIAS, SILU)
 
 
 # --- for the check without a GPU -------------------------------------------------------------------------------------
@@ -369,28 +358,14 @@ def compile_variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], d
     large = ((6144, 4096, False), (4096, 4096, False), (12288, 4096, True), (4096, 12288, False))
     for rows in (64, 128, 256):
         for out_features, size, silu in large:
-            best = cuts(rows, out_features, size, silu)[0]
-            cases += [
-                (rows, out_features, size, {"silu": silu}, best),
-                (rows, out_features, size, {"silu": silu}, replace(best, tma=False)),
-            ]
-    cases += [(100, 1000, 2312, {"bias": True}, GemmConfig(block_n=128, block_k=128, num_warps=8, parts=1, splits=3))]
+            cases += [(rows, out_features, size, {"silu": silu}, None)]
+    cases += [(100, 1000, 2312, {"bias": True}, GemmConfig(block_n=128, block_k=128, num_warps=8, parts=1))]
     variants: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
     for rows, out_features, size, flags, given in cases:
         config = given or choose_config(rows, out_features, size, flags.get("silu", False))
         constants = gemm_constants(rows, out_features, size, **flags, pdl=True, config=config)
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         kind = "rings" if config.rings else "tiles" if config.parts else "gemm"
-        name = f"{kind}-{rows}x{out_features}x{size}{'-maps' if config.tma else ''}"
-        maps = map_types(constants) if config.parts else {}
-        variants.append((name, kernel_of(config), signature | maps, constants, options))
+        name = f"{kind}-{rows}x{out_features}x{size}"
+        variants.append((name, kernel_of(config), signature, constants, options))
     return variants
-
-
-def map_types(constants: dict[str, Any]) -> dict[str, str]:
-    """The types of the last two operands of triton_tiles.py's kernel, bf16."""
-    rows, outputs, columns = constants["BLOCK_M"], constants["BLOCK_N"], constants["BLOCK_K"]
-    if not constants["TMA"]:
-        return {"x_map": "*bf16", "weight_map": "*bf16"}
-    weight = f"{outputs // 16}, 2, 8" if constants["SILU"] else str(outputs)
-    return {"x_map": f"tensordesc<bf16[{rows}, {columns}]>", "weight_map": f"tensordesc<bf16[{weight}, {columns}]>"}

@@ -52,8 +52,8 @@ from funcllm.kernels.tune_gemv import BYTES_PER_MICROSECOND
 _EPS = 1e-6
 _MAX_ERROR = 1e-2
 _SHARED = SHARED_SM90 - 8192
-_TILED = 8  # cuts with parts that are timed
-_FAR = 1.3  # times the least cost: cuts that cannot win
+_TILED = 4  # cuts with parts that are timed in any case
+_FAR = 1.3  # times the least cost: other cuts that are timed, too
 _VARIED = 2  # of the fastest ways of a place, tried with variations
 _WORTH = 0.02  # microseconds a layer that a way must save to be kept
 
@@ -84,12 +84,11 @@ def candidates(rows: int, out_features: int, in_features: int, silu: bool) -> li
 
 
 def _tiled_cuts(rows: int, out_features: int, in_features: int, silu: bool) -> Iterator[GemmConfig]:
-    """The cuts of least cost by tensor maps, some of them by pointers, and some with pieces of twice the columns."""
-    best = cuts(rows, out_features, in_features, silu, count=2)[:_TILED]
+    """The cuts of least cost, and some of them with pieces of twice the columns."""
+    best = cuts(rows, out_features, in_features, silu)
     costs = [cost(rows, out_features, in_features, silu, config) for config in best]
-    best = [config for i, config in enumerate(best) if i < _TILED // 2 or costs[i] <= _FAR * costs[0]]
+    best = [config for i, config in enumerate(best) if i < _TILED or costs[i] <= _FAR * costs[0]]
     yield from best
-    yield from (replace(config, tma=False) for config in best[: _TILED // 2])
     for config in best:
         if config.num_stages >= 4:
             yield replace(config, block_k=128, num_stages=config.num_stages // 2, prefetch=2)
@@ -139,10 +138,8 @@ def variations(rows: int, in_features: int, config: GemmConfig) -> list[GemmConf
     if config.parts:
         changed = [
             replace(config, release="late"),
-            replace(config, tma=not config.tma),
             replace(config, prefetch=0),
             replace(config, prefetch=4 * config.prefetch),
-            replace(config, spread=not config.spread and config.splits > 1),
             replace(config, num_stages=config.num_stages - 1),
         ]
         return [c for c in dict.fromkeys(changed) if c != config and c.num_stages > 1]
