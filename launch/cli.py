@@ -743,7 +743,17 @@ def _written(name: str) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
+        if name == "stdout":
+            _discard_stdout()
         raise Failed(f"{name} cannot be written: {error.strerror or error}") from error
+
+
+def _discard_stdout() -> None:
+    """Sends what stdout still holds nowhere: else Python tries to write it once more at its end, and exits with 120."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _log_start(engine: Engine, sampling: SamplingParams) -> None:
