@@ -123,6 +123,7 @@ def choose_config(
     The ways to start and to combine are those that were fastest in a chain of layers (NOTES.md). A row or two ask for
     keys before the wait, and combine their splits in a second launch: the counters would cost more. Many rows start
     early, some rows, which may be long, do not.
+
     shared: bytes of shared memory that one program may take; two programs are to fit.
     """
     row_bytes = max(16, triton.next_power_of_2(head_dim)) * element_size

@@ -8,7 +8,7 @@ after one group. So the result is the reference's, ties, NaN and infinities incl
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -60,24 +60,19 @@ def pick(
     key_l = torch.empty(rows, dtype=torch.int64, device=logits_lv.device)
     if rows == 0:
         return key_l
-    row_inputs = (temperature_l, keys_l2, threshold_l)
-    bound_lg = group_bounds(logits_lv, *row_inputs, first_id, num_ids, pdl=pdl, interpreted=interpreted)
-    inputs, options = _launch(logits_lv, *row_inputs, num_ids, pdl=pdl, interpreted=interpreted)
-    tiles, splits, _ = split_vocabulary(rows, num_ids)
+    launch = _launch(
+        logits_lv, temperature_l, keys_l2, threshold_l, first_id, num_ids, pdl=pdl, interpreted=interpreted
+    )
     _pick_kernel[(rows,)](
-        *inputs,
+        *launch.inputs,
         keys_l2 if forbidden_ls is None else forbidden_ls.contiguous(),
-        bound_lg,
+        _bounds(launch),
         key_l,
-        logits_lv.stride(0),
-        first_id,
-        num_ids,
-        tiles,
-        splits,
+        *launch.sizes,
         NUM_FORBIDDEN=0 if forbidden_ls is None else forbidden_ls.shape[1],
         LANES=_LANES,
         GROUPS=_BLOCK,
-        **options,
+        **launch.options,
     )
     return key_l
 
@@ -94,13 +89,17 @@ def group_bounds(
     interpreted: bool = False,
 ) -> Tensor:
     """int64 [l, groups]: for each group of split_vocabulary a key that the keys of its ids do not exceed."""
-    rows = logits_lv.shape[0]
-    tiles, splits, width = split_vocabulary(rows, num_ids)
-    bound_lg = torch.empty((rows, splits * (_BLOCK // width)), dtype=torch.int64, device=logits_lv.device)
-    row_inputs = (temperature_l, keys_l2, threshold_l)
-    inputs, options = _launch(logits_lv, *row_inputs, num_ids, pdl=pdl, interpreted=interpreted)
-    _bounds_kernel[(rows, splits)](*inputs, bound_lg, logits_lv.stride(0), first_id, num_ids, tiles, splits, **options)
-    return bound_lg
+    return _bounds(
+        _launch(logits_lv, temperature_l, keys_l2, threshold_l, first_id, num_ids, pdl=pdl, interpreted=interpreted)
+    )
+
+
+class _PickLaunch(NamedTuple):
+    """What both kernels of a pick take. sizes: stride of the logits, first id, ids, tiles, splits."""
+
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor]
+    sizes: tuple[int, int, int, int, int]
+    options: dict[str, Any]
 
 
 def _launch(
@@ -108,17 +107,29 @@ def _launch(
     temperature_l: Tensor,
     keys_l2: Tensor,
     threshold_l: Tensor | None,
+    first_id: int,
     num_ids: int,
     *,
     pdl: bool,
     interpreted: bool,
-) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """The tensors and the options that both kernels of a pick take."""
+) -> _PickLaunch:
+    tiles, splits, width = split_vocabulary(logits_lv.shape[0], num_ids)
     limit_l = temperature_l if threshold_l is None else threshold_l
-    inputs = (logits_lv, temperature_l.contiguous(), keys_l2.contiguous(), limit_l.contiguous())
     options = {"HAS_THRESHOLD": threshold_l is not None, "ON_GPU": not interpreted, "BLOCK": _BLOCK, "num_warps": 4}
-    options |= {"WIDTH": split_vocabulary(logits_lv.shape[0], num_ids)[2], **launch_options(pdl)}
-    return inputs, options
+    return _PickLaunch(
+        inputs=(logits_lv, temperature_l.contiguous(), keys_l2.contiguous(), limit_l.contiguous()),
+        sizes=(logits_lv.stride(0), first_id, num_ids, tiles, splits),
+        options=options | {"WIDTH": width} | launch_options(pdl),
+    )
+
+
+def _bounds(launch: _PickLaunch) -> Tensor:
+    logits_lv, splits = launch.inputs[0], launch.sizes[-1]
+    rows = logits_lv.shape[0]
+    groups = splits * (_BLOCK // launch.options["WIDTH"])
+    bound_lg = torch.empty((rows, groups), dtype=torch.int64, device=logits_lv.device)
+    _bounds_kernel[(rows, splits)](*launch.inputs, bound_lg, *launch.sizes, **launch.options)
+    return bound_lg
 
 
 def noise_keys(seed_l: Tensor, position_l: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ from funcllm.weights.load import layer_sources, load_params, refill
 log = logging.getLogger("funcllm")
 
 _TINY_BLOCKS = 3
-_WARM_ROWS = (1, 6, 24, 1 << 16)  # one of each batch class, the last beyond all; all the counts here differ
+_WARM_ROWS = (1, 6, 24)  # one of each batch class but that of the largest; all the counts here differ
 _WARM_MIXED = StepKey(decode_bucket=4, chunk_bucket=8, token_bucket=48, span=32)
 _STATE_SHARE = 0.25  # of a device, that the sequences' token ids and block tables may take
 _LONG_LOAD = 8 << 30  # bytes of weights in files that take longer to load than flash-attn-4 to import
@@ -425,7 +425,7 @@ class Runner:
         else:
             for filtered in (False, True):
                 self._trash_step(_WARM_MIXED._replace(filtered=filtered))
-                for rows in {min(max(rows, buckets.decode[0]), buckets.decode[-1]) for rows in _WARM_ROWS}:
+                for rows in {*(min(rows, buckets.decode[-1]) for rows in _WARM_ROWS), buckets.decode[-1]}:
                     self._trash_step(decode_key(rows, filtered=filtered))
         if not self.on_gpu:
             return 0
